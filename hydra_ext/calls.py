@@ -14,12 +14,13 @@ import copy
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
 
 _SLOT = "_compiled_call_impl"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _lock = threading.Lock()  # guards the modules' attributes and the variables below
 _standing = 0  # number of stand-ins
 _plain_compile: Any = None  # torch's Module.compile while it is replaced
@@ -85,6 +86,25 @@ def standing_in(module: nn.Module) -> Iterator[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``Module.compile`` was called, even if a stand-in replaces the compiled call now."""
     return any(not isinstance(call, StandIn) for call in standing_in(module))
+
+
+def calls_in_turn(module: nn.Module) -> bool:
+    """Whether a call of the module does nothing but call its children, each with what the one before it returns."""
+    if not isinstance(module, nn.Sequential):
+        return False
+    kind = type(module)
+    return (
+        kind.forward is nn.Sequential.forward
+        and kind.__iter__ is nn.Sequential.__iter__
+        and kind._call_impl is nn.Module._call_impl
+        and "forward" not in module.__dict__
+        and not any(map(module.__dict__.__getitem__, _HOOKS))
+    )
+
+
+def same_modules(some: Collection[nn.Module], others: Collection[nn.Module | None]) -> bool:
+    """Whether both are the same modules in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _count(change: int) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,29 +17,41 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
-from hydra_ext.calls import StandIn
+from hydra_ext.calls import StandIn, calls_in_turn, same_modules
 from hydra_ext.profile import Amount, ModuleFigures, Peaks, Profile
-from hydra_ext.profile.figures import BlockFigures
+from hydra_ext.profile.call_log import amount
+from hydra_ext.profile.figures import BlockFigures, Chain, Link, Storage
 from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.numbers import version_of
 from hydra_ext.tracing import not_traced
 
 _LEAST_BYTES = 1024  # a stash leaves smaller tensors where they are
-_Key = tuple[int, int]  # of a storage, and its version
 
 
 @dataclass
-class _Measured:
-    """A module's figures while they are counted."""
+class _Call:
+    """A call of a module while it is measured.
 
-    order: int = 0
-    calls: int = 0
-    seconds: float = 0.0
-    saved: list[int] = field(default_factory=lambda: [0, 0])  # fresh, all
-    inputs: list[int] = field(default_factory=lambda: [0, 0])
-    parked: int = 0
-    writes: bool = False
-    seen: set[tuple[int, int]] = field(default_factory=set)  # what it has saved
+    Attributes:
+        order: Its number among all calls of modules.
+        inputs: Bytes of its arguments: fresh ones, and all.
+        given: Storages of its arguments.
+        taken: Those of them that were saved before.
+        written: Those of them that it writes to.
+        inside: Calls directly inside it.
+    """
+
+    module: nn.Module
+    order: int
+    seconds: float = field(default=0.0, init=False)
+    fresh: dict[Storage, int] = field(default_factory=dict, init=False)
+    saved: dict[Storage, int] = field(default_factory=dict, init=False)
+    inputs: tuple[int, int] = field(default=(0, 0), init=False)
+    given: list[StorageWeakRef] = field(default_factory=list, init=False)
+    taken: set[Storage] = field(default_factory=set, init=False)
+    written: list[StorageWeakRef] = field(default_factory=list, init=False)
+    parked: int = field(default=0, init=False)
+    inside: list[_Call] = field(default_factory=list, init=False)
 
 
 class Profiler:
@@ -67,10 +79,11 @@ class Profiler:
         self._clock = _Clock(device)
         self._names = {module: name for name, module in model.named_modules()}
         self._storages = _Storages(model)
-        self._measured = {name: _Measured() for name in self._names.values()}
-        self._marks: list[tuple[_Measured, Any, Any]] = []
-        self._running: list[_Measured] = []
-        self._calls = itertools.count(1)
+        self._calls: dict[nn.Module, list[_Call]] = {module: [] for module in self._names}
+        self._model = model
+        self._marks: list[tuple[_Call, Any, Any]] = []
+        self._running: list[_Call] = []
+        self._numbers = itertools.count(1)
         self._forward = _Forward()
 
     @property
@@ -93,11 +106,8 @@ class Profiler:
         """A context for a forward of the model, in which calls and saved tensors are counted. There may be several."""
         this = self._forward
         this.thread = threading.get_ident()
-        model = self._measured[""]
-        model.calls += 1
-        number = next(self._calls)
-        model.order = model.order or number
-        self._running.append(model)
+        whole = self._noted(self._model)
+        self._running.append(whole)
         # Not kept: they hold this object, and the calls that they stand in for hold the run.
         calls = [
             _MeasuredCall(self, module)
@@ -116,7 +126,7 @@ class Profiler:
             for call in calls:
                 call.remove()
         this.end = self._clock.mark()
-        self._marks.append((model, begin, this.end))
+        self._marks.append((whole, begin, this.end))
         this.recorded += self._core.pager.recorded(_C.PassKind.FORWARD)
 
     @not_traced
@@ -128,11 +138,10 @@ class Profiler:
             if not self._storages.counts(tensor):
                 return
             key, size, fresh = self._storages.save(tensor)
-        for module in self._running:
-            if fresh or key not in module.seen:
-                module.seen.add(key)
-                module.saved[0] += size if fresh else 0
-                module.saved[1] += size
+        for call in self._running:
+            call.saved[key] = size
+            if fresh:
+                call.fresh[key] = size
 
     # ---- calls of modules -------------------------------------------------------------------------------------------
 
@@ -140,29 +149,37 @@ class Profiler:
         """Makes a module's call, and counts it."""
         if threading.get_ident() != self._forward.thread or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        measured = self._measured[self._names[module]]
-        measured.calls += 1
-        number = next(self._calls)
-        measured.order = measured.order or number
+        call = self._noted(module)
         with _unseen():
-            given = self._count_inputs(measured, tensors_in((args, kwargs)))
-        measured.parked = max(measured.parked, self._activation_bytes())
-        self._running.append(measured)
+            given = self._count_inputs(call, tensors_in((args, kwargs)))
+        call.parked = self._activation_bytes()
+        self._running.append(call)
         begin = self._clock.mark()
         try:
             return inner(*args, **kwargs)
         finally:
-            self._marks.append((measured, begin, self._clock.mark()))
+            self._marks.append((call, begin, self._clock.mark()))
             self._running.pop()
             with _unseen():
-                measured.writes |= any(version_of(tensor) != version for tensor, version in given)
+                call.written = [_weakly(tensor) for tensor, version in given if version_of(tensor) != version]
 
-    def _count_inputs(self, measured: _Measured, tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    def _noted(self, module: nn.Module) -> _Call:
+        call = _Call(module, next(self._numbers))
+        if self._running:
+            self._running[-1].inside.append(call)
+        self._calls[module].append(call)
+        return call
+
+    def _count_inputs(self, call: _Call, tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
         given = {id(tensor): tensor for tensor in tensors if self._storages.counts(tensor)}
+        fresh, every = 0, 0
         for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in given.values()}.values():
-            size = tensor.untyped_storage().nbytes()
-            measured.inputs[0] += size if self._storages.is_fresh(tensor) else 0
-            measured.inputs[1] += size
+            size, known = tensor.untyped_storage().nbytes(), self._storages.known(tensor)
+            fresh += size if known is None else 0
+            every += size
+            call.given.append(_weakly(tensor))
+            call.taken |= set() if known is None else {known}
+        call.inputs = fresh, every
         return [(tensor, version_of(tensor)) for tensor in given.values()]
 
     # ---- the result -------------------------------------------------------------------------------------------------
@@ -171,37 +188,73 @@ class Profiler:
         """The figures, with those of the model's blocks. Called when the microbatch's backward has ended."""
         end = self._clock.mark()
         self._clock.settle()
-        for measured, begin, mark in self._marks:
-            measured.seconds += self._clock.seconds(begin, mark)
-        forward = self._measured[""].seconds
+        for call, begin, mark in self._marks:
+            call.seconds = self._clock.seconds(begin, mark)
+        forward = sum(call.seconds for call in self._calls[self._model])
         backward = self._clock.seconds(self._forward.end, end)
         peaks = _Peaks(self._layout, self._forward.recorded, self._core.pager.recorded(_C.PassKind.BACKWARD))
-        order = sorted((measured.order, name) for name, measured in self._measured.items() if measured.calls)
+        order = sorted((calls[0].order, self._names[module]) for module, calls in self._calls.items() if calls)
         of_modules = peaks.of_modules([name for _, name in order])
+        names = {*self._names.values()}
         return Profile(
-            modules={name: self._figures(name, module, of_modules) for module, name in self._names.items()},
+            modules={
+                self._names[module]: self._figures(module, calls, of_modules) for module, calls in self._calls.items()
+            },
             blocks=tuple(blocks),
-            sites={site.name: site.blocks for site in self._layout.sites if site.name in self._measured},
+            sites={site.name: site.blocks for site in self._layout.sites if site.name in names},
             backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
+            chains={
+                self._names[module]: self._chain(calls[0], of_modules)
+                for module, calls in self._calls.items()
+                if _is_chain(calls)
+            },
         )
 
-    def _figures(self, name: str, module: nn.Module, peaks: dict[str, tuple[int, int]]) -> ModuleFigures:
-        measured = self._measured[name]
+    def _chain(self, call: _Call, peaks: dict[str, tuple[int, int]]) -> Chain:
+        links = [
+            Link(
+                figures=replace(self._figures(each.module, [each], peaks), is_repeatable=not _has_hooks(each.module)),
+                fresh=each.fresh,
+                saved=each.saved,
+                inputs=each.taken,
+                intact_until=_intact_until(at, call.inside),
+            )
+            for at, each in enumerate(call.inside)
+        ]
+        return Chain(name=self._names[call.module], links=links)
+
+    def _figures(self, module: nn.Module, calls: list[_Call], peaks: dict[str, tuple[int, int]]) -> ModuleFigures:
+        name = self._names[module]
         forward_bytes, backward_bytes = peaks.get(name, (0, 0))
         is_leaf = next(module.children(), None) is None  # code around inner modules counts for these
         return ModuleFigures(
             name=name,
-            order=measured.order,
-            calls=measured.calls,
-            forward_seconds=measured.seconds,
-            saved=Amount(fresh=measured.saved[0], all=measured.saved[1]),
-            inputs=Amount(fresh=measured.inputs[0], all=measured.inputs[1]),
-            parked_bytes=measured.parked,
+            order=calls[0].order if calls else 0,
+            calls=len(calls),
+            forward_seconds=sum(call.seconds for call in calls),
+            saved=amount((call.fresh for call in calls), (call.saved for call in calls)),
+            inputs=Amount(fresh=sum(call.inputs[0] for call in calls), all=sum(call.inputs[1] for call in calls)),
+            parked_bytes=max((call.parked for call in calls), default=0),
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
             own=Peaks(forward_bytes=forward_bytes, backward_bytes=backward_bytes) if is_leaf else Peaks(),
-            is_repeatable=measured.calls == 1 and not measured.writes and not _has_hooks(module),
+            is_repeatable=len(calls) == 1 and not calls[0].written and not _has_hooks(module),
         )
+
+
+def _is_chain(calls: list[_Call]) -> bool:
+    """Whether they are one call, of a module that has called its children in turn."""
+    if len(calls) != 1 or not calls_in_turn(calls[0].module):
+        return False
+    return same_modules([call.module for call in calls[0].inside], calls[0].module._modules.values())
+
+
+def _intact_until(at: int, calls: list[_Call]) -> int:
+    """The first of some calls, from one on, that writes to that one's arguments."""
+    given = calls[at].given
+    return next(
+        (number for number in range(at, len(calls)) if any(each in given for each in calls[number].written)), len(calls)
+    )
 
 
 @dataclass
@@ -228,7 +281,8 @@ class _Storages:
         own = [*model.parameters(), *model.buffers()]
         with _unseen():
             self._own = {tensor.untyped_storage()._cdata for tensor in own if _has_storage(tensor)}
-        self._known: dict[_Key, StorageWeakRef] = {}
+        self._numbers = itertools.count()
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, Storage]] = {}
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a stash would take the tensor."""
@@ -239,17 +293,19 @@ class _Storages:
             return False
         return tensor.untyped_storage()._cdata not in self._own
 
-    def is_fresh(self, tensor: Tensor) -> bool:
-        """Whether this storage, at this version, has not been saved yet. Its place may be another one's by now."""
-        known = self._known.get(_key_of(tensor))
-        return known is None or bool(known.expired())  # type: ignore[no-untyped-call]
+    def known(self, tensor: Tensor) -> Storage | None:
+        """This storage, at this version, if it was saved. Its place may be another one's by now."""
+        reference, storage = self._known.get(_key_of(tensor), (None, None))
+        return None if reference is None or reference.expired() else storage  # type: ignore[no-untyped-call]
 
-    def save(self, tensor: Tensor) -> tuple[_Key, int, bool]:
-        """Returns the storage's key and bytes, and whether it was fresh."""
-        key, size, fresh = _key_of(tensor), tensor.untyped_storage().nbytes(), self.is_fresh(tensor)
-        if fresh:
-            self._known[key] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return key, size, fresh
+    def save(self, tensor: Tensor) -> tuple[Storage, int, bool]:
+        """Returns the storage, its bytes, and whether it was fresh."""
+        storage, size = self.known(tensor), tensor.untyped_storage().nbytes()
+        if storage is not None:
+            return storage, size, False
+        made = next(self._numbers), version_of(tensor)
+        self._known[_key_of(tensor)] = _weakly(tensor), made
+        return made, size, True
 
 
 def _unseen() -> AbstractContextManager[None]:
@@ -262,7 +318,11 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
 
 
-def _key_of(tensor: Tensor) -> _Key:
+def _weakly(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _key_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, version_of(tensor)
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
 from hydra_ext.activations import functional
+from hydra_ext.activations.groups import Groups, Span
 from hydra_ext.activations.repeatable import Deviation, RepeatableCall
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import UnsupportedModel
@@ -141,15 +142,17 @@ class RecomputedModules:
     def __init__(self, core: _C.Stash, whole: Whole) -> None:
         self._core = core
         self._whole = whole
+        self._groups = Groups()
         self._chosen: dict[nn.Module, RecomputedModule] = {}  # now or before
         self.again = Count()
 
     def of_policy(self, module: nn.Module) -> RecomputedModule:
         return RecomputedModule(self._core, module, self._whole, self.again)
 
-    def choose(self, modules: Collection[nn.Module], device: torch.device | None) -> None:
-        """From now on these modules are recomputed if a second call on the device repeats the first."""
-        wanted = dict.fromkeys(modules)
+    def choose(self, chosen: Collection[nn.Module | Span], device: torch.device | None) -> None:
+        """From now on these modules and groups are recomputed if a second call on the device repeats the first."""
+        groups = self._groups.choose([each for each in chosen if isinstance(each, Span)])
+        wanted = dict.fromkeys([*groups, *(each for each in chosen if isinstance(each, nn.Module))])
         for module, call in self._chosen.items():
             if module not in wanted:
                 call.remove()

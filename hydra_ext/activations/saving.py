@@ -17,6 +17,7 @@ from hydra_ext.activations import functional
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.functional import steps_aside
+from hydra_ext.activations.groups import Span
 from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
 from hydra_ext.activations.recompute import RecomputedModules, Whole
@@ -143,9 +144,12 @@ class Saving:
         """Sets the device bytes of saved tensors that may stay from now on; None for as few as transfers need."""
         self._core.set_budget(room)
 
-    def recompute(self, modules: Collection[nn.Module], device: torch.device) -> None:
-        """From now on these modules are recomputed if a second call repeats the first. Called between forwards."""
-        self._recomputed.choose(modules, device)
+    def recompute(self, chosen: Collection[nn.Module | Span], device: torch.device) -> None:
+        """From now on these modules and groups are recomputed if a second call repeats the first.
+
+        Called between forwards.
+        """
+        self._recomputed.choose(chosen, device)
 
     @nothing_traced
     def drop_stale(self) -> None:

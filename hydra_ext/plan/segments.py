@@ -17,7 +17,7 @@ class Segment:
     """One microbatch of modules that run in one piece.
 
     Attributes:
-        figures: Of a module that stands for all of them.
+        figures: Of a module that stands for all of them, or of a group of children of an ``nn.Sequential``.
         backward_seconds: Time of its backward, without waits and without a second forward.
         weight_bytes: Of all its blocks.
         slot_bytes: Of the largest one.
@@ -74,8 +74,8 @@ def segments_of(
     counted: set[int] = set()
     segments = []
     for at, name in enumerate(names):
-        figures = profile.modules[name]
-        after = profile.modules[names[at + 1]].parked_bytes if at + 1 < len(names) else 0
+        figures = profile.segment(name)
+        after = profile.segment(names[at + 1]).parked_bytes if at + 1 < len(names) else 0
         blocks = profile.blocks_of(name)
         weights = [profile.blocks[block].weight_bytes for block in blocks]
         gradients = [profile.blocks[block].gradient_bytes for block in blocks if block not in counted]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from hydra_ext.profile.figures import Amount
+from hydra_ext.profile.figures import Amount, Storage
 from hydra_ext.profile.timeline import Part
 
-Storage = tuple[int, int]  # the number of a storage, and the version of its numbers
+UNKNOWN = -1  # in place of a storage's number: the storage is small, or not counted
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -27,7 +27,7 @@ class Call:
         parent: Number of the call around it.
         first_node: Sequence number of the first node of autograd that it may have made.
         next_node: Sequence number of the first node after it.
-        writes: Whether it writes to one of its inputs.
+        writes: Storages among its inputs that it writes to; :data:`UNKNOWN` for those without a number.
         saved: Bytes by storage.
         fresh: Those that no call before it has saved.
         inputs: As saved.
@@ -40,7 +40,7 @@ class Call:
         self.parent = parent
         self.first_node = _next_node()
         self.next_node = -1
-        self.writes = False
+        self.writes: set[int] = set()
         self.saved: dict[Storage, int] = {}
         self.fresh: dict[Storage, int] = {}
         self.inputs: dict[Storage, int] = {}

@@ -1,41 +1,69 @@
-"""Cuts of a model into segments: modules that are called once, one after the other, and save for backward.
+"""Cuts of a model into segments, one after the other, that save for backward.
 
 A cut is found by what modules save, so no names or types of layers are needed. It goes from the model down. A module
 is a segment if it is called once and saves at most the cut's limit, has no modules inside, or saves most of its bytes
 itself. Each size of what a module saves is a limit.
+
+Other cuts have groups: consecutive children of an ``nn.Sequential`` that saves more than the limit. Such a chain is cut
+where it is narrow: before a call that takes fewer bytes than the one before it. Pieces above the limit are cut again,
+where that leaves the fewest bytes between them.
 """
 
 from __future__ import annotations
 
-from hydra_ext.profile.figures import ModuleFigures, Profile
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+from hydra_ext.profile.figures import Chain, ModuleFigures, Profile
 
 _OWN_SHARE = 0.5  # of saved bytes: a module that saves more than this outside its children is not cut
+_HALVINGS = 12  # of what a model saves: limits of groups
+_LEAST_LIMIT = 2**16  # bytes
+
+Cut = tuple[str, ...]
 
 
-def cuts_of(profile: Profile) -> list[tuple[str, ...]]:
-    """Up to four cuts, each the names of its segments in the order of their calls.
+def cuts_of(profile: Profile, *, groups: bool = True) -> list[Cut]:
+    """Up to eight cuts, each the names of its segments in the order of their calls.
 
-    They are the balanced one, whose inputs together with its largest segment are the fewest bytes, one coarser, one
-    finer, and the finest. A model without such modules is one segment.
+    Four are of modules: the balanced one, whose inputs together with its largest segment are the fewest bytes, one
+    coarser, one finer, and the finest. A model without such modules is one segment. With ``groups`` there are four with
+    groups, if the model has any: the balanced one, one coarser, and two finer.
     """
     limits = {figures.saved.fresh for figures in profile.modules.values() if figures.calls == 1}
-    found: dict[tuple[str, ...], int] = {}
-    for limit in sorted(limits, reverse=True):
-        segments = _cut(profile, limit)
-        names = tuple(segment.name for segment in segments)
-        largest = max((segment.saved.fresh for segment in segments), default=0)
-        found.setdefault(names, sum(segment.inputs.fresh for segment in segments) + largest)
-    ordered = [names for names in found if names]
+    ordered, best = _ordered(profile, sorted(limits, reverse=True), lambda figures, limit: None)
     if not ordered:
         return [("",)]
-    best = min(range(len(ordered)), key=lambda at: found[ordered[at]])
     finest = len(ordered) - 1
-    chosen = dict.fromkeys((best, max(0, best - 1), min(finest, best + 1), finest))
-    return [ordered[at] for at in chosen]
+    chosen = dict.fromkeys(ordered[at] for at in (best, max(0, best - 1), min(finest, best + 1), finest))
+    if groups and profile.chains:
+        whole = profile.modules[""].saved.fresh
+        halves = [half for half in (whole >> times for times in range(1, _HALVINGS)) if half >= _LEAST_LIMIT]
+        grouped, best = _ordered(profile, halves, lambda figures, limit: _pieces(profile, figures.name, limit))
+        grouped_at = [at for at in (best, best - 1, best + 1, best + 2) if 0 <= at < len(grouped)]
+        chosen.update(dict.fromkeys(grouped[at] for at in grouped_at if any(map(profile.place_of, grouped[at]))))
+    return [*chosen]
 
 
-def _cut(profile: Profile, limit: int) -> list[ModuleFigures]:
-    segments: list[ModuleFigures] = []
+_Divide = Callable[[ModuleFigures, int], "list[str] | None"]
+"""Cuts a module into groups, or gives None if it is to be cut into the modules inside."""
+
+
+def _ordered(profile: Profile, limits: list[int], divide: _Divide) -> tuple[list[Cut], int]:
+    """The cuts by these limits, and the number of the balanced one."""
+    found: dict[Cut, int] = {}
+    for limit in limits:
+        segments = [profile.segment(name) for name in _cut(profile, limit, divide)]
+        segments.sort(key=lambda figures: figures.order)
+        largest = max((segment.saved.fresh for segment in segments), default=0)
+        names = tuple(segment.name for segment in segments)
+        found.setdefault(names, sum(segment.inputs.fresh for segment in segments) + largest)
+    ordered = [names for names in found if names]
+    return ordered, min(range(len(ordered)), key=lambda at: found[ordered[at]], default=0)
+
+
+def _cut(profile: Profile, limit: int, divide: _Divide) -> list[str]:
+    segments: list[str] = []
 
     def visit(figures: ModuleFigures) -> None:
         inner = profile.children(figures.name)
@@ -45,16 +73,68 @@ def _cut(profile: Profile, limit: int) -> list[ModuleFigures]:
             or sum(_saved_inside(profile, child) for child in inner) < _OWN_SHARE * figures.saved.fresh
         )
         if figures.name and figures.calls == 1 and in_one_piece:
-            segments.append(figures)
+            segments.append(figures.name)
             return
-        for child in inner:
-            visit(child)
+        pieces = divide(figures, limit)
+        if pieces is None:
+            pieces = [child.name for child in inner]
+        for name in pieces:
+            if profile.place_of(name) is None:
+                visit(profile.modules[name])
+            else:
+                segments.append(name)
 
     visit(profile.modules[""])
-    return sorted(segments, key=lambda figures: figures.order)
+    return segments
 
 
 def _saved_inside(profile: Profile, figures: ModuleFigures) -> int:
     if figures.calls:
         return figures.saved.fresh
     return sum(_saved_inside(profile, child) for child in profile.children(figures.name))
+
+
+def _pieces(profile: Profile, name: str, limit: int) -> list[str] | None:
+    """A chain in groups. A child with modules inside that saves more than the limit is a piece itself."""
+    chain = profile.chains.get(name)
+    if chain is None:
+        return None
+    names = []
+    for first, end in _narrowed(chain):
+        for begin, after in _within(chain, first, end, limit):
+            child = chain.links[begin].figures
+            is_large = after - begin == 1 and child.saved.fresh > limit and bool(profile.children(child.name))
+            is_module = is_large and profile.modules[child.name].calls == 1
+            names.append(child.name if is_module else chain.name_of(begin, after))
+    return [name for name in names if name in profile.modules or profile.place_of(name) is not None]
+
+
+def _narrowed(chain: Chain) -> list[tuple[int, int]]:
+    taken = [link.figures.inputs.all for link in chain.links]
+    cuts = [at for at, (before, size) in enumerate(pairwise(taken), 1) if size < before]
+    return [*pairwise([0, *cuts, len(taken)])]
+
+
+def _within(chain: Chain, first: int, end: int, limit: int) -> list[tuple[int, int]]:
+    """A piece of a chain, cut so that groups can run again and save at most the limit: the fewest bytes between them.
+
+    Of cuts with as few bytes, one with the fewest groups.
+    """
+    links = chain.links
+    saved = [0, *accumulate(chain.own_bytes(at) for at in range(len(links)))]
+    best: dict[int, tuple[int, int, int]] = {first: (0, 0, first)}  # by end: bytes, groups, begin of the last one
+    for after in range(first + 1, end + 1):
+        for begin in range(after - 1, first - 1, -1):
+            if after - begin > 1:
+                if saved[after] - saved[begin] > limit or not links[begin].figures.is_repeatable:
+                    break
+                if links[begin].intact_until < after or not links[after - 1].figures.is_repeatable:
+                    continue
+            size, groups, _ = best[begin]
+            found = size + links[begin].figures.inputs.all, groups + 1, begin
+            best[after] = min(best.get(after, found), found)
+    pieces = []
+    while end > first:
+        pieces.append((best[end][2], end))
+        end = best[end][2]
+    return pieces[::-1]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+Storage = tuple[int, int]  # the number of a storage, and the version of its numbers
+
+_GROUP = re.compile(r"(?:(?P<sequential>.+)\.)?\[(?P<first>\d+):(?P<end>\d+)\]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +117,86 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Link:
+    """One of the calls that an ``nn.Sequential`` makes of its children.
+
+    Attributes:
+        figures: Of this call alone. It is repeatable if the child has no hooks of the user.
+        fresh: Bytes by storage that no earlier call has saved.
+        saved: Bytes by storage of all that it saves.
+        inputs: Storages among its arguments.
+        intact_until: Number of the first call of the Sequential that writes to this call's arguments.
+    """
+
+    figures: ModuleFigures
+    fresh: Mapping[Storage, int]
+    saved: Mapping[Storage, int]
+    inputs: Collection[Storage]
+    intact_until: int
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Consecutive children of an ``nn.Sequential``, from the first up to and without the end."""
+
+    sequential: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The calls that an ``nn.Sequential`` makes of its children, each with what the one before it returns.
+
+    Consecutive ones are a *group*, which can run again as one. Its name is that of the Sequential with the numbers of
+    the first call and of the one behind the last, such as ``features.[0:5]``.
+    """
+
+    name: str
+    links: Sequence[Link]
+
+    def name_of(self, first: int, end: int) -> str:
+        return f"{self.name}.[{first}:{end}]".lstrip(".")
+
+    def group(self, first: int, end: int) -> ModuleFigures:
+        """The figures of consecutive calls.
+
+        What one group saves and the next one takes and saves is the next one's, which needs it even if the first one
+        runs again. So ``inputs`` are all fresh. They are alive as long as the group runs.
+        """
+        links = self.links[first:end]
+        parts = [link.figures for link in links]
+        saved: dict[Storage, int] = {}
+        for link in links:
+            saved.update(link.saved)
+        inputs = Amount(fresh=parts[0].inputs.all, all=parts[0].inputs.all)
+        gradients = [part.live_gradient_bytes for part in parts if part.live_gradient_bytes is not None]
+        return ModuleFigures(
+            name=self.name_of(first, end),
+            order=parts[0].order,
+            calls=1,
+            forward_seconds=sum(part.forward_seconds for part in parts),
+            saved=Amount(fresh=sum(self.own_bytes(at) for at in range(first, end)), all=sum(saved.values())),
+            inputs=inputs,
+            parked_bytes=parts[0].parked_bytes,
+            forward_bytes=max(part.forward_bytes + (inputs.all if at else 0) for at, part in enumerate(parts)),
+            backward_bytes=max(part.backward_bytes for part in parts),
+            live_gradient_bytes=max(gradients) if len(gradients) == len(parts) else None,
+            is_repeatable=links[0].intact_until >= end and all(part.is_repeatable for part in parts),
+        )
+
+    def own_bytes(self, at: int) -> int:
+        """What a call saves, without what the next one takes and saves, and with what it takes so itself."""
+        return sum(self.links[at].fresh.values()) + self._handed_on(at - 1) - self._handed_on(at)
+
+    def _handed_on(self, at: int) -> int:
+        if not 0 <= at < len(self.links) - 1:
+            return 0
+        after = self.links[at + 1]
+        return sum(size for key, size in self.links[at].fresh.items() if key in after.inputs and key in after.saved)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """The figures of one microbatch.
 
@@ -119,12 +205,41 @@ class Profile:
         blocks: The model's weights, in the order of the model.
         sites: Numbers of the blocks that a module uses itself, by the module's name.
         backward_ratio: Seconds of a backward for each second of its forward.
+        chains: Of each ``nn.Sequential`` that was called once, by its name.
     """
 
     modules: Mapping[str, ModuleFigures]
     blocks: tuple[BlockFigures, ...] = ()
     sites: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     backward_ratio: float = 2.0
+    chains: Mapping[str, Chain] = field(default_factory=dict)
+
+    def segment(self, name: str) -> ModuleFigures:
+        """The figures of a module, or of a group."""
+        place = self.place_of(name)
+        return self.modules[name] if place is None else self.chains[place.sequential].group(place.first, place.end)
+
+    def place_of(self, name: str) -> GroupPlace | None:
+        """Where a group is; None for the name of a module."""
+        found = None if name in self.modules else _GROUP.fullmatch(name)
+        return found and GroupPlace(found["sequential"] or "", int(found["first"]), int(found["end"]))
+
+    def members(self, name: str) -> list[str]:
+        """The module of this name, or the modules of a group, each as often as it is called there."""
+        place = self.place_of(name)
+        if place is None:
+            return [name]
+        return [link.figures.name for link in self.chains[place.sequential].links[place.first : place.end]]
+
+    def outside(self, names: Sequence[str]) -> Iterator[ModuleFigures]:
+        """The modules that are called outside of some segments, or contain them."""
+        groups = [name for name in names if self.place_of(name) is not None]
+        calls = Counter(member for name in groups for member in self.members(name))
+        inside = {member for member, count in calls.items() if count >= self.modules[member].calls}
+        inside.update(name for name in names if name not in groups)
+        for figures in self.modules.values():
+            if not any(not name or f"{figures.name}.".startswith(f"{name}.") for name in inside):
+                yield figures
 
     def children(self, name: str) -> list[ModuleFigures]:
         """The modules directly inside one, in the model's order."""
@@ -136,10 +251,17 @@ class Profile:
         ]
 
     def blocks_of(self, name: str) -> list[int]:
-        """Numbers of the blocks that a module uses, with the modules inside it."""
-        prefix = f"{name}." if name else ""
-        used = [blocks for site, blocks in self.sites.items() if site == name or site.startswith(prefix)]
-        return sorted({block for blocks in used for block in blocks})
+        """Numbers of the blocks that a module or a group uses, with the modules inside it."""
+        used: set[int] = set()
+        for member in self.members(name):
+            prefix = f"{member}." if member else ""
+            used.update(
+                block
+                for site, blocks in self.sites.items()
+                if site == member or site.startswith(prefix)
+                for block in blocks
+            )
+        return sorted(used)
 
     def moments(self) -> Iterator[Moment]:
         """What a step takes at least, beside the buffers, as a whole and at each module that uses blocks itself.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
-from hydra_ext.profile.call_log import Call, amount
-from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Peaks, Profile
+from hydra_ext.calls import calls_in_turn, same_modules
+from hydra_ext.profile.call_log import UNKNOWN, Call, amount
+from hydra_ext.profile.figures import BlockFigures, Chain, Link, ModuleFigures, Peaks, Profile
 from hydra_ext.profile.timeline import Part
 from hydra_ext.profile.watch import Watch
 
@@ -19,23 +21,74 @@ _BLOCKS_PER_MODEL = 16  # as offload cuts it, where the budget does not ask for 
 
 def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) -> Profile:
     """The figures of a model whose microbatch has run under the watch."""
-    calls = watch.log.calls
-    modules = list(model.named_modules())
-    of_module: list[list[int]] = [[] for _ in modules]
-    for number, call in enumerate(calls):
-        of_module[call.module].append(number)
-    parked = watch.timeline.at_begin(without=watch.gradients)
-    most = _Most(calls, watch.timeline.most(without=watch.gradients))
-    with_gradients = _Most(calls, watch.timeline.most(without=()))
-    for number in range(len(calls) - 1, 0, -1):  # calls inside a call have higher numbers
-        for way in (0, 1):
-            calls[calls[number].parent].seconds[way] += calls[number].seconds[way]
-    figures = {}
-    for (name, module), numbers in zip(modules, of_module, strict=True):
+    form = _Form(model, watch)
+    forward, backward = watch.log.calls[0].seconds
+    weights = sum(_bytes(parameter, param_dtype) for parameter in model.parameters())
+    layout = discover(model, largest_bytes=weights // _BLOCKS_PER_MODEL)
+    return Profile(
+        modules=form.figures(),
+        blocks=_blocks(layout, param_dtype),
+        sites={site.name: site.blocks for site in layout.sites},
+        backward_ratio=backward / forward if forward else 2.0,
+        chains=form.chains(),
+    )
+
+
+class _Form:
+    """Adds up what calls have cost, the calls inside them included."""
+
+    def __init__(self, model: nn.Module, watch: Watch) -> None:
+        self._calls = calls = watch.log.calls
+        self._modules = list(model.named_modules())
+        self._of_module: list[list[int]] = [[] for _ in self._modules]
+        self._inside: list[list[int]] = [[] for _ in calls]  # directly
+        for number, call in enumerate(calls):
+            self._of_module[call.module].append(number)
+            if number:
+                self._inside[call.parent].append(number)
+        self._parked = watch.timeline.at_begin(without=watch.gradients)
+        self._most = _Most(calls, watch.timeline.most(without=watch.gradients))
+        self._with_gradients = _Most(calls, watch.timeline.most(without=()))
+        for number in range(len(calls) - 1, 0, -1):  # calls inside a call have higher numbers
+            for way in (0, 1):
+                calls[calls[number].parent].seconds[way] += calls[number].seconds[way]
+
+    def figures(self) -> dict[str, ModuleFigures]:
+        return {
+            name: self._figures_of(name, module, numbers)
+            for (name, module), numbers in zip(self._modules, self._of_module, strict=True)
+        }
+
+    def chains(self) -> dict[str, Chain]:
+        found = {}
+        for (name, module), numbers in zip(self._modules, self._of_module, strict=True):
+            if len(numbers) - (not name) == 1 and calls_in_turn(module):
+                inside = self._inside[numbers[-1]]
+                called = [self._modules[self._calls[each].module][1] for each in inside]
+                if same_modules(called, module._modules.values()):
+                    found[name] = Chain(name=name, links=[self._link(inside, at) for at in range(len(inside))])
+        return found
+
+    def _link(self, inside: list[int], at: int) -> Link:
+        call = self._calls[inside[at]]
+        name, module = self._modules[call.module]
+        given = {storage for storage, _ in call.inputs} | {UNKNOWN}
+        writes = (number for number in range(at, len(inside)) if self._calls[inside[number]].writes & given)
+        return Link(
+            figures=replace(self._figures_of(name, module, [inside[at]]), is_repeatable=not _has_hooks(module)),
+            fresh=call.fresh,
+            saved=call.saved,
+            inputs=call.inputs,
+            intact_until=next(writes, len(inside)),
+        )
+
+    def _figures_of(self, name: str, module: nn.Module, numbers: list[int]) -> ModuleFigures:
+        """``numbers``: of the module's calls."""
+        calls, most, with_gradients = self._calls, self._most, self._with_gradients
         whole = numbers if name else [0]
         own = [calls[number] for number in whole]
         called = len(numbers) - (not name)
-        figures[name] = ModuleFigures(
+        return ModuleFigures(
             name=name,
             order=numbers[-called] if called else 0,
             calls=called,
@@ -44,7 +97,7 @@ def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) 
             inputs=amount(
                 (calls[number].fresh_inputs for number in numbers), (calls[number].inputs for number in numbers)
             ),
-            parked_bytes=max((parked.get(number, 0) for number in numbers), default=0),
+            parked_bytes=max((self._parked.get(number, 0) for number in numbers), default=0),
             forward_bytes=most.of(whole, is_backward=False),
             backward_bytes=most.of(whole, is_backward=True),
             live_gradient_bytes=with_gradients.of(whole, is_backward=True) - most.of(whole, is_backward=True),
@@ -54,17 +107,10 @@ def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) 
                 live_gradient_bytes=with_gradients.of(numbers, is_backward=True, alone=True)
                 - most.of(numbers, is_backward=True, alone=True),
             ),
-            is_repeatable=called == 1 and _is_repeatable(module, [calls[number] for number in numbers]),
+            is_repeatable=called == 1
+            and not _has_hooks(module)
+            and not any(calls[number].writes for number in numbers),
         )
-    forward, backward = calls[0].seconds
-    weights = sum(_bytes(parameter, param_dtype) for parameter in model.parameters())
-    layout = discover(model, largest_bytes=weights // _BLOCKS_PER_MODEL)
-    return Profile(
-        modules=figures,
-        blocks=_blocks(layout, param_dtype),
-        sites={site.name: site.blocks for site in layout.sites},
-        backward_ratio=backward / forward if forward else 2.0,
-    )
 
 
 class _Most:
@@ -82,12 +128,13 @@ class _Most:
         return max((each[number][is_backward] for number in numbers), default=0)
 
 
-def _is_repeatable(module: nn.Module, calls: list[Call]) -> bool:
-    return not any(call.writes for call in calls) and not any(_has_hooks(inner) for inner in module.modules())
-
-
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    """Whether it has hooks of the user, or a module inside has."""
+    hooks = [
+        hook
+        for inner in module.modules()
+        for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values())
+    ]
     return any(not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.") for hook in hooks)
 
 

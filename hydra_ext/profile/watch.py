@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.calls import StandIn
-from hydra_ext.profile.call_log import CallLog, Storage
+from hydra_ext.profile.call_log import UNKNOWN, CallLog
+from hydra_ext.profile.figures import Storage
 from hydra_ext.profile.timeline import Timeline
 from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.numbers import version_of
@@ -140,6 +141,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         return None if self._storages.is_exempt(storage) else (self._number(storage), version_of(tensor))
 
+    def _number_of(self, tensor: Tensor) -> int:
+        known = self._storages.number_of(tensor.untyped_storage()) if _has_storage(tensor) else None
+        return UNKNOWN if known is None or tensor.untyped_storage().nbytes() < SMALLEST else known
+
     # ---- operators --------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,7 +190,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return inner(*args, **kwargs)
         finally:
-            call.writes = any(version_of(tensor) != version for tensor, version in versions)
+            for tensor, version in versions:
+                if version_of(tensor) != version:
+                    call.writes.add(self._number_of(tensor))
             self.log.end(call)
 
     # ---- saved tensors ----------------------------------------------------------------------------------------------

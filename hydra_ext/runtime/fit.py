@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from hydra_ext import _C
+from hydra_ext.activations.groups import Span
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.rounds.choice import Decision
@@ -263,12 +264,20 @@ class Fit:
         self._saving.leaves_all_on_device = keeps_all
         if planned is self.applied:
             return
-        modules = dict(self._owner.model.named_modules())
-        # Others may have replaced a module since it was measured.
-        again = [modules[name] for name in planned.recomputed if name in modules]
-        self._saving.recompute(again, self._owner.device)
+        again = [self._module_or_group(planned, name) for name in planned.recomputed]
+        self._saving.recompute([each for each in again if each is not None], self._owner.device)
         self._saving.set_room(planned.room)
         self.applied = planned
+
+    def _module_or_group(self, planned: PlannedStep, name: str) -> nn.Module | Span | None:
+        """None if others have replaced it since it was measured."""
+        modules = dict(self._owner.model.named_modules())
+        place = planned.problem.profile.place_of(name)
+        if place is None:
+            return modules.get(name)
+        found: Any = modules.get(place.sequential)
+        is_there = isinstance(found, nn.Sequential) and place.end <= len(found)
+        return Span(found, place.first, place.end) if is_there else None
 
     # ---- plans ------------------------------------------------------------------------------------------------------
 

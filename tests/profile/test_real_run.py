@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hydra_ext.errors import NotOnFakeTensors
 from hydra_ext.plan import fit
-from hydra_ext.profile import Profile
+from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.profile.cards import Speed
 from hydra_ext.profile.dry_run import dry_run
 from hydra_ext.profile.real_run import has_numbers, real_run
@@ -47,8 +47,22 @@ def transformer() -> tuple[nn.Module, Any, Callable[[Any], Any]]:
 
 
 def without_seconds(profile: Profile) -> Profile:
-    modules = {name: dataclasses.replace(each, forward_seconds=0.0) for name, each in profile.modules.items()}
-    return dataclasses.replace(profile, modules=modules, backward_ratio=0.0)
+    def timeless(figures: ModuleFigures) -> ModuleFigures:
+        return dataclasses.replace(figures, forward_seconds=0.0)
+
+    return dataclasses.replace(
+        profile,
+        modules={name: timeless(each) for name, each in profile.modules.items()},
+        backward_ratio=0.0,
+        chains={
+            name: [
+                # The numbers of storages and of their versions are each run's own.
+                (timeless(link.figures), [*link.fresh.values()], [*link.saved.values()], len(link.inputs))
+                for link in chain.links
+            ]
+            for name, chain in profile.chains.items()
+        },
+    )
 
 
 @pytest.mark.parametrize(("make", "dtype"), [(convolutions, None), (transformer, None), (transformer, torch.bfloat16)])

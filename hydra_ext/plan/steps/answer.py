@@ -64,7 +64,7 @@ def _segments(problem: StepProblem, found: _C.ActivationPlan) -> tuple[PlannedSe
     for name, option in zip(problem.names[found.cut], found.options, strict=True):
         if name == REST:
             continue
-        figures = profile.modules[name]
+        figures = profile.segment(name)
         again = option in (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
         forward, backward = figures.forward_seconds, figures.forward_seconds * profile.backward_ratio
         moved = {

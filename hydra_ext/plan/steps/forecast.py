@@ -16,7 +16,8 @@ class PlannedSegment:
     """What becomes of what one segment saves for backward.
 
     Attributes:
-        name: The module.
+        name: The module, or children of an ``nn.Sequential``, from the first up to and without the end, such as
+            ``features.[0:5]``.
         choice: ``keep``, ``offload``, ``recompute``, ``recompute, inputs offloaded``, or ``compress``.
         why: The choice's price beside another one's.
         saved_bytes: Of one microbatch, that no earlier segment has saved.

@@ -75,7 +75,7 @@ class StepProblem:
                 *segments_of(profile, names, recompute=setting.recompute, slowness=setting.slowness),
                 _rest(profile, names, setting.slowness),
             ]
-            for names in cuts_of(profile)
+            for names in cuts_of(profile, groups=setting.recompute)
         ]
         self.names = [tuple(segment.name for segment in cut) for cut in self.segments]
         self._cuts = [[segment.core() for segment in cut] for cut in self.segments]
@@ -144,7 +144,8 @@ class StepProblem:
         for name, option in zip(self.names[found.cut], found.options, strict=True):
             saved, inputs = Amount(fresh=whole - inside, all=whole - inside), Amount()
             if name != REST:
-                saved, inputs = profile.modules[name].saved, profile.modules[name].inputs
+                figures = profile.segment(name)
+                saved, inputs = figures.saved, figures.inputs
             inside += saved.fresh
             kept += saved.all if option == _C.ActivationOption.KEEP else 0
             kept += inputs.all if option == _C.ActivationOption.RECOMPUTE else 0
@@ -197,8 +198,8 @@ class StepProblem:
 def _rest(profile: Profile, names: Sequence[str], slowness: float) -> Segment:
     """What runs outside of the segments, such as the loss, as one more segment behind them."""
     whole = profile.modules[""]
-    inside = [profile.modules[name] for name in names]
-    outside = [figures for figures in profile.modules.values() if not _is_within(figures.name, names)]
+    inside = [profile.segment(name) for name in names]
+    outside = [*profile.outside(names)]
     forward_seconds = slowness * max(0.0, whole.forward_seconds - sum(figures.forward_seconds for figures in inside))
     saved = max(0, whole.saved.fresh - sum(figures.saved.fresh for figures in inside))
     used = {block for name in names for block in profile.blocks_of(name)}
@@ -224,7 +225,3 @@ def _rest(profile: Profile, names: Sequence[str], slowness: float) -> Segment:
         live_gradient_bytes=live_gradient_bytes,
         gradient_bytes=gradient_bytes,
     )
-
-
-def _is_within(name: str, segments: Sequence[str]) -> bool:
-    return any(not segment or name == segment or name.startswith(f"{segment}.") for segment in segments)

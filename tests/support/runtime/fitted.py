@@ -226,6 +226,7 @@ class Found:
     Attributes:
         recomputed: Names of the modules that the last plan has called again in backward.
         second_calls: Number of second calls of all modules.
+        retries: Rounds that were undone.
     """
 
     plain: list[Tensor]
@@ -233,6 +234,7 @@ class Found:
     profile: Profile | None
     recomputed: list[str]
     second_calls: int
+    retries: int
     model: Any
 
     @property
@@ -256,9 +258,9 @@ def both(
         options: Any = {"budget": budget, "device": device or SimulatedDevice(), "checks": Checks(poison_hosts=True)}
         with hydra_ext.offload(model, optimizer, **options) as run:
             given = program(model, optimizer)
-            activations, fit = run.report().activations, run.fit
+            report, fit = run.report(), run.fit
         left.append([*(each.cpu() for each in given), *noted(model).values()])
-    assert activations is not None
+    assert report.activations is not None
     assert fit is not None
     recomputed = [] if fit.applied is None else fit.applied.recomputed
-    return Found(*left, fit.planner.profile, recomputed, activations.recomputed, model)
+    return Found(*left, fit.planner.profile, recomputed, report.activations.recomputed, report.retries, model)
