@@ -188,7 +188,7 @@ def test_all_that_was_read_from_one_storage_makes_room_too() -> None:
         assert_same(passed_again(an_evaluation_between, budget, make=products), expected)
 
 
-# ---- transfers that nobody needs any more ---------------------------------------------------------------------------
+# ---- transfers of a graph that was dropped ---------------------------------------------------------------------------
 SLOW = 8e6  # bytes/s: all that is saved takes some 0.4 s
 
 
