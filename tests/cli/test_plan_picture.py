@@ -69,10 +69,12 @@ def test_lanes_are_drawn_under_memory_over_the_same_seconds(tight: Plan) -> None
         assert lanes.get_yticklabels()[row].get_text() == f"{name}\n{busy:.0%} busy"
 
 
-def test_the_curve_of_memory_has_the_plans_peak(tight: Plan) -> None:
+def test_the_curve_of_memory_has_the_plans_peak_and_end(tight: Plan) -> None:
     memory, _ = figure_of(tight).axes
-    highest = max(path.get_extents().y1 for each in memory.collections for path in each.get_paths())
-    assert highest * 2**20 == pytest.approx(tight.peak_bytes)
+    boxes = [path.get_extents() for each in memory.collections for path in each.get_paths()]
+    assert max(box.y1 for box in boxes) * 2**20 == pytest.approx(tight.peak_bytes)
+    assert min(box.x0 for box in boxes) == 0
+    assert max(box.x1 for box in boxes) == pytest.approx(1000 * tight.seconds)
     (budget,) = memory.get_lines()
     assert budget.get_ydata()[0] * 2**20 == pytest.approx(tight.budget)
     roomy, _ = figure_of(planned(4, budget="1GiB")).axes  # a line that far above would leave no room for the curve
