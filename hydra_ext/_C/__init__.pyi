@@ -1739,6 +1739,7 @@ def plan_activations(
     update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     round_sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
     effort: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+    disk: typing.SupportsFloat | typing.SupportsIndex = 0.0,
 ) -> ActivationPlan:
     """
     The fastest treatment found that fits. Lanes are in bytes a second. No round_sizes: all that are worth trying.
@@ -1811,6 +1812,8 @@ def simulate_activations(
     to_device: typing.SupportsFloat | typing.SupportsIndex = ...,
     to_host: typing.SupportsFloat | typing.SupportsIndex = ...,
     update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    host_bytes: typing.SupportsInt | typing.SupportsIndex = 9223372036854775807,
+    disk: typing.SupportsFloat | typing.SupportsIndex = 0.0,
 ) -> tuple[float, float, float, float, int]:
     """
     Seconds of the step, of compute, of the lanes to device and host, and the peak's bytes.

@@ -172,6 +172,10 @@ def test_a_host_that_cannot_hold_what_has_to_leave() -> None:
     assert plan.disk_bytes > 0
     with pytest.raises(HostBudgetTooSmall):
         planned(model, **options, host_budget=int(0.9 * needed))
+    fast, slow = (planned(model, **options, host_budget=int(0.9 * needed), disk=disk) for disk in (1e12, 1e6))
+    assert fast.seconds < slow.seconds
+    assert fast.host_bytes == int(0.9 * needed)
+    assert fast.disk_bytes > 0
 
 
 def test_a_given_round_size_is_kept() -> None:

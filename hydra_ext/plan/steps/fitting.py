@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ def fit(
     optimizer: torch.optim.Optimizer | float = 0.0,
     device: Card | str | None = None,
     link: float | str | None = None,
+    disk: float = 0.0,
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
 ) -> Plan:
@@ -56,10 +58,11 @@ def fit(
         round_size: Microbatches that run together; by default the planner chooses.
         recompute: Whether modules may run again in backward.
         budget: Device bytes. None takes the card's memory, or without a card as much as all activations take.
-        host_budget: Bytes that the host may hold. The rest is on the disk, whose speed is not planned with.
+        host_budget: Bytes that the host may hold. Weights, gradients and state beyond it take no time.
         optimizer: Whose state is on the host, too: one of :mod:`hydra_ext.optim`, or bytes for each trained parameter.
         device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
+        disk: Bytes a second of the disk, each way, for activations beyond ``host_budget``; 0 if they have to fit it.
         param_dtype: Dtype in which weights compute; by default the model's own.
         update_seconds: Of the optimizer's step, which runs behind the next forward.
 
@@ -81,7 +84,7 @@ def fit(
         recompute=recompute,
     )
     asked = None if budget is None else parse_bytes(budget)
-    homes = _homes(model, optimizer, host_budget)
+    homes = replace(_homes(model, optimizer, host_budget), disk=disk)
     profile, because = _profiled(model, example, fn, param_dtype, card)
     problem = StepProblem(profile, setting, homes)
     if asked is None:

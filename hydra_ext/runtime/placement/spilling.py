@@ -319,6 +319,11 @@ class Spilling:
         )
 
     @property
+    def budget(self) -> int:
+        """The bytes that the host may hold."""
+        return self._limit.budget
+
+    @property
     def saved_room(self) -> int:
         """Host bytes for saved tensors that have left the device."""
         return self._limit.budget - self.plan.total
