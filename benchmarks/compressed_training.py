@@ -103,7 +103,7 @@ def train(training: Training, policy: hydra_ext.Compress | None, seed: int) -> R
             loss = training.loss(model, batch)
         if stash is not None and step == training.steps:
             now = stash.report()
-            run.memory = now.copies.host_bytes + now.held_bytes
+            run.memory = now.host_bytes + now.held_bytes
         loss.backward()
         run.losses.append(loss.item())
         del loss

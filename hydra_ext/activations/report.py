@@ -98,10 +98,9 @@ class PartReport:
 
 @dataclass(frozen=True)
 class CopiesReport:
-    """Copies of intervals that have left the device.
+    """Where intervals are that have left the device.
 
     Attributes:
-        host_bytes: Bytes of host memory in use now.
         peak_host_bytes: Most bytes of host memory at one time, with memory kept for next copies and on the way to the
             disk.
         disk_bytes: Bytes on the disk now.
@@ -109,7 +108,6 @@ class CopiesReport:
         disk_read_bytes: Bytes read from the disk.
     """
 
-    host_bytes: int
     peak_host_bytes: int
     disk_bytes: int
     disk_written_bytes: int
@@ -117,9 +115,8 @@ class CopiesReport:
 
     def __str__(self) -> str:
         sizes = {name: _C.human_bytes(size) for name, size in asdict(self).items()}
-        host = f"{sizes['host_bytes']} on the host, at most {sizes['peak_host_bytes']}"
-        disk = f"{sizes['disk_bytes']} on the disk, {sizes['disk_written_bytes']} written"
-        return f"{host}; {disk}" if self.disk_written_bytes else host
+        disk = f"; {sizes['disk_bytes']} on the disk, {sizes['disk_written_bytes']} written"
+        return f"at most {sizes['peak_host_bytes']}{disk if self.disk_written_bytes else ''}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,8 @@ class StashReport:
         held_bytes: Bytes of intervals on the device now, without ``resident_bytes``.
         peak_held_bytes: Largest value of ``held_bytes``.
         resident_bytes: Bytes of intervals on the device now that ``Offload("conv")`` leaves there.
-        copies: Copies of intervals that have left the device.
+        host_bytes: Bytes of host memory in use now.
+        copies: Where intervals are that have left the device.
         recomputed: Number of calls that ``hydra_ext.Recompute()`` has repeated in backward.
         chosen: Choice of ``Offload("dynamic")``: "keep", "conv" or "all". None while it tries, and with other policies.
         layers: Layers whose inputs may be stored inexactly under :class:`hydra_ext.Compress`.
@@ -168,6 +166,7 @@ class StashReport:
     held_bytes: int
     peak_held_bytes: int
     resident_bytes: int
+    host_bytes: int
     copies: CopiesReport
     recomputed: int
     chosen: str | None = None
@@ -202,8 +201,8 @@ class StashReport:
             held_bytes=figures.held_bytes,
             peak_held_bytes=figures.peak_held_bytes,
             resident_bytes=figures.resident_bytes,
+            host_bytes=figures.host_bytes,
             copies=CopiesReport(
-                host_bytes=copies.host_bytes,
                 peak_host_bytes=copies.peak_host_bytes,
                 disk_bytes=copies.disk_bytes,
                 disk_written_bytes=copies.written_bytes,
@@ -226,7 +225,8 @@ class StashReport:
             f"{self.intervals} intervals; {self.recomputed} calls made again",
             f"moved    {sizes['to_host_bytes']} to the host, {sizes['to_device_bytes']} back "
             f"({self.prefetched} intervals ahead of time); {self.stayed} could not leave",
-            f"held     {sizes['held_bytes']} on the device, at most {sizes['peak_held_bytes']}; {self.copies}",
+            f"held     {sizes['held_bytes']} on the device, at most {sizes['peak_held_bytes']}; "
+            f"{sizes['host_bytes']} on the host, {self.copies}",
             f"waited   {self.waited_for_room_seconds:.3f} s for room, {self.waited_in_backward_seconds:.3f} s in "
             "backward",
         ]

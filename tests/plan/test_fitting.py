@@ -204,6 +204,8 @@ def test_an_operation_that_exceeds_the_budget() -> None:
         ({"link": 0}, InvalidArgument, "nothing could move"),
         ({"link": float("nan")}, InvalidArgument, "nothing could move"),
         ({"link": "0GB"}, InvalidBudget, "link"),
+        ({"disk": -1}, InvalidArgument, "disk=-1"),
+        ({"disk": float("nan")}, InvalidArgument, "disk=nan"),
         ({"microbatches": 0}, InvalidArgument, "at least one"),
         ({"microbatches": 5000}, PlanError, "1 to 1023 microbatches"),
         ({"round_size": 5}, InvalidArgument, "round_size=5 contradicts microbatches=4"),

@@ -38,9 +38,10 @@ class CopyInMemory final : public StoredCopy {
   const ArenaRegionPtr region_;
 };
 
+/// Waits for the chunk before, so that a lane with several jobs under way takes no staging behind a failed one.
 void expect_success(const TicketPtr& earlier) {
-  if (earlier && earlier->error()) {
-    std::rethrow_exception(earlier->error());
+  if (earlier) {
+    earlier->wait();
   }
 }
 
@@ -75,12 +76,11 @@ class CopyOnDisk final : public StoredCopy, public std::enable_shared_from_this<
       job.locate = [passage, index](std::vector<Segment>& segments) {
         segments.front().destination = passage->memory[index]->data();
       };
-      job.after = [passage, index, earlier] {
-        expect_success(earlier);
+      job.after = [passage, index] {
         passage->begin_moving(index, DiskDirection::kWrite);
         passage->memory[index].reset();
         if (passage->is_last(index)) {  // if a write fails, the device has to have all bytes still
-          passage->finish();
+          passage->finish_writing();
         }
       };
     });
@@ -97,8 +97,7 @@ class CopyOnDisk final : public StoredCopy, public std::enable_shared_from_this<
       job.locate = [passage, index](std::vector<Segment>& segments) {
         segments.front().source = passage->memory[index]->data();
       };
-      job.after = [passage, index, earlier] {
-        expect_success(earlier);
+      job.after = [passage, index] {
         passage->memory[index].reset();
         if (passage->is_last(index)) {
           passage->finish();
@@ -155,6 +154,16 @@ class CopyOnDisk final : public StoredCopy, public std::enable_shared_from_this<
       }
     }
 
+    void finish_writing() {
+      try {
+        finish();
+        store().note_write("");
+      } catch (const SpillError& error) {
+        store().note_write(error.what());
+        throw;
+      }
+    }
+
     const std::shared_ptr<CopyOnDisk> copy;
     const CopyTransfer transfer;
     std::vector<ArenaRegionPtr> memory;  // staging of chunks on their way
@@ -196,8 +205,7 @@ void CopyStore::limit(Bytes bytes, std::string folder, std::shared_ptr<FileOpera
     chunk_bytes_ = std::clamp(chunk, kDiskAlignment, kMostChunkBytes);
   }
   buffers_->limit(bytes - kStaged * chunk_bytes_);
-  folder_ = std::move(folder);
-  files_ = std::move(files);
+  limit_ = {.bytes = bytes, .folder = std::move(folder), .files = std::move(files)};
 }
 
 StoredCopyPtr CopyStore::make(Bytes bytes) {
@@ -213,10 +221,25 @@ StoredCopyPtr CopyStore::make(Bytes bytes) {
   return copy;
 }
 
+std::string CopyStore::obstacle() const {
+  if (!limit_ || chunk_bytes_ > 0) {
+    const std::lock_guard lock(mutex_);
+    return failed_write_;
+  }
+  return "host_budget= leaves " + human_bytes(limit_->bytes) + " for saved tensors, which need " +
+         human_bytes(kLeastBytes) + " on their way to the disk: raise it by " +
+         human_bytes(kLeastBytes - limit_->bytes);
+}
+
+void CopyStore::note_write(std::string error) {
+  const std::lock_guard lock(mutex_);
+  failed_write_ = std::move(error);
+}
+
 CopyStore::Disk& CopyStore::disk() {
   const std::lock_guard lock(mutex_);
   if (!disk_) {
-    disk_ = std::make_unique<Disk>(folder_, files_ ? *files_ : system_files());
+    disk_ = std::make_unique<Disk>(limit_->folder, limit_->files ? *limit_->files : system_files());
   }
   return *disk_;
 }

@@ -64,6 +64,7 @@ class CopyStore final : public std::enable_shared_from_this<CopyStore> {
   static constexpr int kReturning = 2;  // a transfer, and a more urgent one that has overtaken it
   static constexpr int kAhead = 1;
   static constexpr int kStaged = kDeparting + kReturning + kAhead;
+  static constexpr int kDiskThreads = 2;  // one direction at a time has work, of at most two chunks
   static constexpr Bytes kMostChunkBytes = SpillFile::kPieceBytes;
   static constexpr Bytes kLeastBytes = kStaged * kDiskAlignment;         // with less, nothing goes to the disk
   static constexpr Bytes kWorkingBytes = 2 * kStaged * kMostChunkBytes;  // more makes chunks no larger
@@ -78,20 +79,28 @@ class CopyStore final : public std::enable_shared_from_this<CopyStore> {
   void limit(Bytes bytes, std::string folder, std::shared_ptr<FileOperations> files);
   /// Makes room for a copy. Throws OutOfMemory if there is no room and no disk, and SpillError if the disk has none.
   StoredCopyPtr make(Bytes bytes);
+  /// Why copies cannot go to the disk, or why the last one did not, for messages; else empty.
+  std::string obstacle() const;
   /// Stops keeping host memory for next copies.
   void close() noexcept { buffers_->close(); }
   CopyStatistics statistics() const;
 
  private:
   friend class CopyOnDisk;
+  struct Limit {
+    Bytes bytes = 0;
+    std::string folder;
+    std::shared_ptr<FileOperations> files;
+  };
   /// The file, and what moves bytes there.
   struct Disk {
-    Disk(const std::string& folder, FileOperations& files) : file(folder, files), lane(file) {}
+    Disk(const std::string& folder, FileOperations& files) : file(folder, files), lane(file, kDiskThreads) {}
     SpillFile file;
     DiskLane lane;
   };
 
   Disk& disk();
+  void note_write(std::string error);  // empty after a success
   std::int32_t take_extent(Bytes bytes);
   void free_extent(std::int32_t extent) noexcept;
 
@@ -100,13 +109,13 @@ class CopyStore final : public std::enable_shared_from_this<CopyStore> {
   const std::shared_ptr<WorkingMemory> departing_;
   const std::shared_ptr<WorkingMemory> returning_;
   const std::shared_ptr<WorkingMemory> ahead_;
+  std::optional<Limit> limit_;
   Bytes chunk_bytes_ = 0;  // 0: no disk
-  std::string folder_;
-  std::shared_ptr<FileOperations> files_;
   mutable std::mutex mutex_;
   std::unique_ptr<Disk> disk_;
   std::multimap<Bytes, std::int32_t> free_extents_;  // by size
   Bytes disk_bytes_ = 0;
+  std::string failed_write_;
 };
 
 }  // namespace hydra

@@ -72,6 +72,7 @@ class Stash final {
   void protect(const std::vector<at::Tensor>& tensors);
   /// Stops keeping host memory for a next pass.
   void close() noexcept;
+  std::string obstacle() const { return copies_->obstacle(); }
   /// The transfers between host and disk, and host memory. Waits for nothing.
   CopyStatistics copies() const { return copies_->statistics(); }
   /// Waits until the transfers under way have ended.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -83,13 +82,15 @@ def fit(
         round_sizes=_round_sizes(round_size, microbatches),
         recompute=recompute,
     )
-    asked = None if budget is None else parse_bytes(budget)
-    homes = replace(_homes(model, optimizer, host_budget), disk=disk)
+    homes = _homes(model, optimizer, host_budget, disk)
     profile, because = _profiled(model, example, fn, param_dtype, card)
     problem = StepProblem(profile, setting, homes)
-    if asked is None:
-        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
+    asked = _most(problem, card) if budget is None else parse_bytes(budget)
     return answer(problem, asked, _solved(problem, asked), measured_because=because)
+
+
+def _most(problem: StepProblem, card: Card | None) -> int:
+    return problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
 
 
 def _profiled(
@@ -134,7 +135,11 @@ def _round_sizes(round_size: int | None, microbatches: int) -> tuple[int, ...]:
     return (round_size,)
 
 
-def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None) -> Homes:
+def _homes(
+    model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None, disk: float
+) -> Homes:
+    if not disk >= 0:  # NaN neither
+        raise InvalidArgument(f"disk={disk}: give the bytes that the disk moves in a second, or 0")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.nbytes for parameter in model.parameters())
     gradients = sum(parameter.nbytes for parameter in trained)
@@ -151,4 +156,4 @@ def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budg
     else:
         raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
     limit = None if host_budget is None else parse_bytes(host_budget, named="host_budget")
-    return Homes(nbytes=weights + gradients + state, host_budget=limit)
+    return Homes(nbytes=weights + gradients + state, host_budget=limit, disk=disk)

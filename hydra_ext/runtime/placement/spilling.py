@@ -161,11 +161,11 @@ _SAVED_SHARE = 16  # the part of the budget that saved tensors get at least, but
 
 
 def _choose_beside(share: int, blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPlan:
-    """As :func:`choose`, with ``share`` bytes left for saved tensors, unless that is too much."""
+    """As :func:`choose`, with ``share`` bytes left for saved tensors, or as many as there can be."""
     try:
         return choose(blocks, budget - share, fills=fills)
-    except HostBudgetTooSmall:
-        return choose(blocks, budget, fills=fills)
+    except HostBudgetTooSmall as error:
+        return choose(blocks, min(error.needed, budget), fills=fills)
 
 
 def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: int) -> SpillPlan:

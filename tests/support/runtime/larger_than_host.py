@@ -29,9 +29,10 @@ WEIGHTS_ON_DISK = WEIGHT + 4096  # of one layer, with its bias
 WHOLE = DEPTH * 4 * (WEIGHT + 4 * WIDTH)  # weights, gradients, two moments
 HOST_BUDGET = 43_000_000  # the layers' working memory needs nearly as much
 DEVICE_BUDGET = 2**24  # the device's memory is host memory, too
-CONSTANT = 10 * 2**20  # 7 are used: copies of the weight that is hashed and of one that moves, graphs, small pieces
+# Up to 14.4 are used: copies of the weight that is hashed and of one that moves, graphs, small pieces, the planner.
+CONSTANT = 18 * 2**20
 
-THREADS = 12  # threads of the run and of autograd
+THREADS = 10  # threads of the run and of autograd, and two that take the first step's saved tensors to the disk
 _STACK = 2**20  # bytes of a thread's stack, which count fully as address space
 
 
