@@ -144,7 +144,7 @@ def _reasons_given() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     except Exception as error:
-        if "not linked with support for cuda" in str(error):
+        if _names_a_missing_device(error):
             raise InvalidDevice(
                 f"fn names a CUDA device{_place_of(error)}, which torch does not see here: leave it out of fn"
             ) from error
@@ -159,6 +159,12 @@ def _reasons_given() -> Iterator[None]:
         ) from error
     finally:
         log.disabled = was_disabled
+
+
+def _names_a_missing_device(error: BaseException) -> bool:
+    """Fakes may be made for a device that is not there; then torch refuses them beside others."""
+    beside_others = type(error).__name__ == "FakeTensorDeviceMismatchError" and not torch.cuda.is_available()
+    return "not linked with support for cuda" in str(error) or (beside_others and "cuda" in str(error))
 
 
 def _is_of_fakes(error: BaseException) -> bool:
