@@ -170,7 +170,10 @@ class Chain:
         for link in links:
             saved.update(link.saved)
         inputs = Amount(fresh=parts[0].inputs.all, all=parts[0].inputs.all)
-        gradients = [part.live_gradient_bytes for part in parts if part.live_gradient_bytes is not None]
+        backward_bytes = max(part.backward_bytes for part in parts)
+        most = [
+            part.backward_bytes + part.live_gradient_bytes for part in parts if part.live_gradient_bytes is not None
+        ]
         return ModuleFigures(
             name=self.name_of(first, end),
             order=parts[0].order,
@@ -180,8 +183,8 @@ class Chain:
             inputs=inputs,
             parked_bytes=parts[0].parked_bytes,
             forward_bytes=max(part.forward_bytes + (inputs.all if at else 0) for at, part in enumerate(parts)),
-            backward_bytes=max(part.backward_bytes for part in parts),
-            live_gradient_bytes=max(gradients) if len(gradients) == len(parts) else None,
+            backward_bytes=backward_bytes,
+            live_gradient_bytes=max(most) - backward_bytes if len(most) == len(parts) else None,
             is_repeatable=links[0].intact_until >= end and all(part.is_repeatable for part in parts),
         )
 

@@ -48,7 +48,7 @@ def test_a_group_has_the_figures_of_a_module_around_it(first: int, end: int) -> 
     assert group.name == f"[{first}:{end}]"
     # Whether its input is alive anyway is not known.
     assert whole.forward_bytes <= group.forward_bytes <= whole.forward_bytes + group.inputs.all
-    for figure in ("backward_bytes", "parked_bytes", "is_repeatable"):
+    for figure in ("backward_bytes", "live_gradient_bytes", "parked_bytes", "is_repeatable"):
         assert getattr(group, figure) == getattr(whole, figure), figure
     assert (group.saved.all, group.inputs.all) == (whole.saved.all, whole.inputs.all)
     assert group.forward_seconds == pytest.approx(whole.forward_seconds)
