@@ -137,8 +137,8 @@ other-key: $(VENV)/.deps-test ## tests of operators, in a build with the other d
 	  'import hydra_ext._build_info as info; print(info.FAULT_KEY); raise SystemExit(info.FAULT_KEY == "DeferredInit")'
 	cd tests && ../build/other-key/bin/python -m pytest -q pytorch/test_op_coverage.py runtime/test_window_cases.py
 
-# Includes the place of GoogleTest.
 CTEST = --output-on-failure --no-tests=error --parallel $(WORKERS)
+# Includes the place of GoogleTest.
 CORE_CMAKE = $(CMAKE) -C $(BUILD)-gtest/googletest.cmake -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON
 
 ctest: $(BUILD)-gtest/googletest.cmake ## the C++ tests of all code without torch
