@@ -31,6 +31,7 @@ void bind_schedule(pybind11::module_& module);
 void bind_simulation(pybind11::module_& module, pybind11::class_<schedule::Schedule>& schedule_class);
 void bind_plan(pybind11::module_& module);
 void bind_activation_plan(pybind11::module_& module);
+void bind_step_record(pybind11::module_& module);
 void bind_checkpoint_chain(pybind11::module_& module);
 void bind_pipeline_partition(pybind11::module_& module);
 void bind_values(pybind11::module_& module);

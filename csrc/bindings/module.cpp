@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_schedule(module);
   hydra::bind_plan(module);
   hydra::bind_activation_plan(module);
+  hydra::bind_step_record(module);
   hydra::bind_checkpoint_chain(module);
   hydra::bind_pipeline_partition(module);
   hydra::bind_values(module);

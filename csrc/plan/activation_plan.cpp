@@ -72,9 +72,10 @@ void check_treatment(const ActivationProblem& problem, std::size_t cut, const Ac
   }
 }
 
-ActivationPlan judged_plan(const ActivationProblem& problem, std::size_t cut, const ActivationTreatment& treatment) {
+ActivationPlan judged_plan(const ActivationProblem& problem, std::size_t cut, const ActivationTreatment& treatment,
+                           StepRecord* record = nullptr) {
   const SegmentChain& segments = problem.cuts[cut];
-  return {cut, treatment, simulate_step(segments, problem.machine, problem.microbatches, treatment),
+  return {cut, treatment, simulate_step(segments, problem.machine, problem.microbatches, treatment, record),
           peak_bytes(segments, treatment)};
 }
 
@@ -563,7 +564,7 @@ ActivationPlan plan_activations(const ActivationProblem& problem, double effort)
 }
 
 ActivationPlan judge_activations(const ActivationProblem& problem, std::size_t cut,
-                                 const ActivationTreatment& treatment) {
+                                 const ActivationTreatment& treatment, StepRecord* record) {
   check_activation_problem(problem);
   check_treatment(problem, cut, treatment);
   const Bytes peak = peak_bytes(problem.cuts[cut], treatment);
@@ -572,7 +573,7 @@ ActivationPlan judge_activations(const ActivationProblem& problem, std::size_t c
                              std::to_string(peak) + " bytes",
                          0, peak, problem.machine.budget);
   }
-  return judged_plan(problem, cut, treatment);
+  return judged_plan(problem, cut, treatment, record);
 }
 
 }  // namespace hydra

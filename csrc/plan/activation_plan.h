@@ -46,9 +46,9 @@ std::vector<Bytes> stash_sizes(const std::vector<ActivationSegment>& segments);
 /// the problem makes no sense.
 ActivationPlan plan_activations(const ActivationProblem& problem, double effort = 1.0);
 
-/// What a treatment of a cut takes. Throws PlanDoesNotFit if its peak exceeds the budget, and PlanError if it makes no
-/// sense.
+/// What a treatment of a cut takes. Adds to the record, if there is one. Throws PlanDoesNotFit if the treatment's peak
+/// exceeds the budget, and PlanError if it makes no sense.
 ActivationPlan judge_activations(const ActivationProblem& problem, std::size_t cut,
-                                 const ActivationTreatment& treatment);
+                                 const ActivationTreatment& treatment, StepRecord* record = nullptr);
 
 }  // namespace hydra

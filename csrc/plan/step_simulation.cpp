@@ -39,9 +39,11 @@ class BytesInFlight {
 class StepRun {
  public:
   StepRun(const std::vector<ActivationSegment>& segments, const ActivationMachine& machine,
-          const ActivationTreatment& treatment)
+          const ActivationTreatment& treatment, StepRecord* record)
       : segments_(segments),
         machine_(machine),
+        treatment_(treatment),
+        record_(record),
         stash_(treatment.stash_bytes),
         in_rounds_(treatment.round_size > 1),
         resident_(segments.size(), 0) {
@@ -65,7 +67,7 @@ class StepRun {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
       enter(i);
       for (int n = 0; n < microbatches; ++n) {
-        forward(visits_[i]);
+        forward(i);
       }
       passed_.bytes += resident_[i];
     }
@@ -74,7 +76,7 @@ class StepRun {
     for (std::size_t i = segments_.size(); i-- > 0;) {
       enter(i);
       for (int n = 0; n < microbatches; ++n) {
-        backward(visits_[i]);
+        backward(i);
       }
       resident_[i] = is_last ? 0 : resident_[i];  // not used again
       passed_.bytes += resident_[i];
@@ -114,6 +116,9 @@ class StepRun {
     const ActivationSegment& segment = segments_[i];
     const Bytes slot = in_rounds_ ? segment.weight_bytes : std::min(segment.slot_bytes, segment.weight_bytes);
     const Bytes room = std::max<Bytes>(visits_[i].room, 0);  // beside the slot
+    if (record_ != nullptr) {
+      record_->stays.push_back(now_);
+    }
     now_ = gradients_.wait(now_, room);
     const double before = std::exchange(entered_, now_);
     const Bytes here = std::min(std::exchange(resident_[i], 0), room + slot);
@@ -125,7 +130,7 @@ class StepRun {
     if (lacking > 0) {
       // Beside the segment before it, if both have room.
       to_device_ = std::max(to_device_, room - coming_.bytes >= segment.weight_bytes ? before : now_);
-      bring(static_cast<double>(lacking) / machine_.to_device);
+      bring(StepWorkKind::kBringWeights, i, lacking, static_cast<double>(lacking) / machine_.to_device);
       now_ = std::max(now_, to_device_);
     }
     resident_[i] = stays;
@@ -151,38 +156,46 @@ class StepRun {
     passed_ = {0, way == Way::kForward ? 0 : last, way == Way::kForward};
   }
 
-  void forward(const Visit& visit) {
+  void forward(std::size_t i) {
+    const Visit& visit = visits_[i];
     step_.compute_seconds += visit.forward_seconds;
+    const bool has_stash = visit.moved > 0 && visit.moved <= stash_;
+    now_ = has_stash ? leaving_.wait(now_, stash_ - visit.moved) : now_;
+    const double begin = now_;
+    now_ += visit.forward_seconds;
+    note(StepWorkKind::kForward, i, begin, now_);
     if (visit.moved == 0) {
-      now_ += visit.forward_seconds;
       return;
     }
     step_.to_host_seconds += visit.sending_seconds;
-    if (visit.moved > stash_) {
-      now_ = to_host_ = std::max(now_ + visit.forward_seconds, to_host_) + visit.sending_seconds;
-      return;
+    const double sending = std::max(to_host_, has_stash ? begin : now_);
+    // What is saved last leaves after forward.
+    to_host_ = std::max(sending + visit.sending_seconds, now_);
+    note(StepWorkKind::kSendStash, i, std::max(sending, to_host_ - visit.sending_seconds), to_host_, visit.moved);
+    if (has_stash) {
+      leaving_.add(to_host_, visit.moved);
+    } else {
+      now_ = to_host_;
     }
-    now_ = leaving_.wait(now_, stash_ - visit.moved);
-    to_host_ = std::max(std::max(to_host_, now_) + visit.sending_seconds, now_ + visit.forward_seconds);
-    now_ += visit.forward_seconds;
-    leaving_.add(to_host_, visit.moved);
   }
 
-  void backward(const Visit& visit) {
+  void backward(std::size_t i) {
+    const Visit& visit = visits_[i];
     step_.compute_seconds += visit.backward_seconds;
-    if (visit.moved == 0) {
-      now_ += visit.backward_seconds;
-      return;
+    if (visit.moved > 0) {
+      if (visit.moved > stash_) {
+        to_device_ = std::max(to_device_, now_);
+      } else {
+        to_device_ = ahead_.wait(std::max(to_device_, turned_), stash_ - visit.moved);
+        to_device_ = leaving_.wait(to_device_, stash_ - visit.moved - ahead_.bytes());
+      }
+      bring(StepWorkKind::kBringStash, i, visit.moved, visit.bringing_seconds);
+      now_ = std::max(now_, to_device_);
     }
-    if (visit.moved > stash_) {
-      to_device_ = std::max(to_device_, now_);
-    } else {
-      to_device_ = ahead_.wait(std::max(to_device_, turned_), stash_ - visit.moved);
-      to_device_ = leaving_.wait(to_device_, stash_ - visit.moved - ahead_.bytes());
-    }
-    bring(visit.bringing_seconds);
-    now_ = std::max(now_, to_device_) + visit.backward_seconds;
-    if (visit.moved <= stash_) {
+    const double begin = now_;
+    now_ += visit.backward_seconds;
+    note_backward(i, begin);
+    if (visit.moved > 0 && visit.moved <= stash_) {
       ahead_.add(now_, visit.moved);
     }
   }
@@ -190,20 +203,43 @@ class StepRun {
   void send_gradients(std::size_t i) {
     const Bytes bytes = segments_[i].gradients.all;
     if (bytes > 0) {
-      const double sending = static_cast<double>(bytes) / machine_.to_host;
-      to_host_ = std::max(to_host_, now_) + sending;
-      step_.to_host_seconds += sending;
+      const double seconds = static_cast<double>(bytes) / machine_.to_host;
+      const double begin = std::max(to_host_, now_);
+      to_host_ = begin + seconds;
+      step_.to_host_seconds += seconds;
+      note(StepWorkKind::kSendGradients, i, begin, to_host_, bytes);
       gradients_.add(to_host_, bytes);
     }
   }
 
-  void bring(double seconds) {
+  void bring(StepWorkKind kind, std::size_t i, Bytes bytes, double seconds) {
+    const double begin = to_device_;
     to_device_ += seconds;
     step_.to_device_seconds += seconds;
+    note(kind, i, begin, to_device_, bytes);
+  }
+
+  void note_backward(std::size_t i, double begin) {
+    if (record_ != nullptr) {
+      const bool again = runs_again(treatment_.options[i]);
+      const double backward = begin + (again ? segments_[i].forward_seconds : 0);
+      if (again) {
+        note(StepWorkKind::kRecompute, i, begin, backward);
+      }
+      note(StepWorkKind::kBackward, i, backward, now_);
+    }
+  }
+
+  void note(StepWorkKind kind, std::size_t i, double begin, double end, Bytes bytes = 0) {
+    if (record_ != nullptr) {
+      record_->work.push_back({kind, i, begin, end, bytes});
+    }
   }
 
   const std::vector<ActivationSegment>& segments_;
   const ActivationMachine& machine_;
+  const ActivationTreatment& treatment_;
+  StepRecord* const record_;  // null: none
   const Bytes stash_;
   const bool in_rounds_;
   std::vector<Visit> visits_;
@@ -283,8 +319,8 @@ Bytes host_bytes(const std::vector<ActivationSegment>& segments, const Activatio
 }
 
 SimulatedStep simulate_step(const std::vector<ActivationSegment>& segments, const ActivationMachine& machine,
-                            int microbatches, const ActivationTreatment& treatment) {
-  StepRun run(segments, machine, treatment);
+                            int microbatches, const ActivationTreatment& treatment, StepRecord* record) {
+  StepRun run(segments, machine, treatment, record);
   for (int left = microbatches; left > 0; left -= treatment.round_size) {
     run.round(std::min(left, treatment.round_size), left <= treatment.round_size);
   }
@@ -293,7 +329,11 @@ SimulatedStep simulate_step(const std::vector<ActivationSegment>& segments, cons
   for (const ActivationSegment& segment : segments) {
     forward += microbatches * segment.forward_seconds;
   }
-  step.seconds += std::max(0.0, machine.update_seconds - forward);
+  const double end = step.seconds + std::max(0.0, machine.update_seconds - forward);
+  if (record != nullptr && end > step.seconds) {
+    record->work.push_back({StepWorkKind::kUpdate, std::nullopt, step.seconds, end, 0});
+  }
+  step.seconds = end;
   return step;
 }
 

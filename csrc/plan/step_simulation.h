@@ -20,10 +20,14 @@
 // the stash has room. Gradients leave after each backward of a segment. The optimizer's seconds count as far as they
 // exceed the forward that they run behind.
 //
+// A record says what compute and the lanes do when. It changes no result.
+//
 // Deterministic and reentrant.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "csrc/plan/activation_chain.h"
@@ -50,8 +54,33 @@ struct SimulatedStep {
   double to_host_seconds = 0;
 };
 
-/// For a treatment whose peak is within the machine's budget.
+enum class StepWorkKind : std::uint8_t {
+  kForward,  // of one microbatch, as are kRecompute and kBackward: compute
+  kRecompute,
+  kBackward,
+  kUpdate,         // as far as the next forward does not hide it
+  kBringWeights,   // to the device
+  kBringStash,     // to the device, of one microbatch
+  kSendStash,      // to the host, of one microbatch
+  kSendGradients,  // to the host
+};
+
+struct StepWork {
+  StepWorkKind kind = StepWorkKind::kForward;
+  std::optional<std::size_t> segment;  // none: an update
+  double begin = 0;                    // seconds since the step began
+  double end = 0;
+  Bytes bytes = 0;  // moved
+};
+
+struct StepRecord {
+  std::vector<StepWork> work;  // what each lane does is in the order of time
+  /// When each stay begins. A stay is the time of a round in a segment, forward or backward, waits included.
+  std::vector<double> stays;
+};
+
+/// For a treatment whose peak is within the machine's budget. Adds to the record, if there is one.
 SimulatedStep simulate_step(const std::vector<ActivationSegment>& segments, const ActivationMachine& machine,
-                            int microbatches, const ActivationTreatment& treatment);
+                            int microbatches, const ActivationTreatment& treatment, StepRecord* record = nullptr);
 
 }  // namespace hydra

@@ -78,6 +78,9 @@ __all__: list[str] = [
     "StashPart",
     "StashPass",
     "StashStatistics",
+    "StepRecord",
+    "StepWork",
+    "StepWorkKind",
     "TensorPlan",
     "ThreadContext",
     "ThreadPool",
@@ -106,6 +109,7 @@ __all__: list[str] = [
     "random_states",
     "reached_leaves",
     "reached_models",
+    "record_step",
     "reduced_by_place",
     "rounding_seed",
     "scale_gradient",
@@ -894,6 +898,84 @@ class ActivationPlan:
     def to_device_seconds(self) -> float: ...
     @property
     def to_host_seconds(self) -> float: ...
+
+class StepWorkKind:
+    """
+    Members:
+
+      FORWARD
+
+      RECOMPUTE
+
+      BACKWARD
+
+      UPDATE
+
+      BRING_WEIGHTS
+
+      BRING_STASH
+
+      SEND_STASH
+
+      SEND_GRADIENTS
+    """
+
+    BACKWARD: typing.ClassVar[StepWorkKind]
+    BRING_STASH: typing.ClassVar[StepWorkKind]
+    BRING_WEIGHTS: typing.ClassVar[StepWorkKind]
+    FORWARD: typing.ClassVar[StepWorkKind]
+    RECOMPUTE: typing.ClassVar[StepWorkKind]
+    SEND_GRADIENTS: typing.ClassVar[StepWorkKind]
+    SEND_STASH: typing.ClassVar[StepWorkKind]
+    UPDATE: typing.ClassVar[StepWorkKind]
+    __members__: typing.ClassVar[dict[str, StepWorkKind]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class StepWork:
+    """
+    What compute or a lane does, in seconds since the step began.
+    """
+    @property
+    def begin(self) -> float: ...
+    @property
+    def bytes(self) -> int:
+        """
+        That are moved.
+        """
+    @property
+    def end(self) -> float: ...
+    @property
+    def kind(self) -> StepWorkKind: ...
+    @property
+    def segment(self) -> int | None:
+        """
+        Its number; none for an update.
+        """
+
+class StepRecord:
+    @property
+    def stays(self) -> list[float]:
+        """
+        When each round begins in each segment: forward, then backward from the last segment on.
+        """
+    @property
+    def work(self) -> list[StepWork]:
+        """
+        What each lane does is in the order of time.
+        """
 
 class CheckpointClass:
     """
@@ -1753,6 +1835,22 @@ def reached_models(
 ) -> list[PagedModel]:
     """
     Those of the models that the graph behind the roots belongs to.
+    """
+
+def record_step(
+    segments: collections.abc.Sequence[ActivationSegment],
+    *,
+    options: collections.abc.Sequence[ActivationOption],
+    round_size: typing.SupportsInt | typing.SupportsIndex,
+    stash_bytes: typing.SupportsInt | typing.SupportsIndex,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+    budget: typing.SupportsInt | typing.SupportsIndex,
+    to_device: typing.SupportsFloat | typing.SupportsIndex = ...,
+    to_host: typing.SupportsFloat | typing.SupportsIndex = ...,
+    update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+) -> StepRecord:
+    """
+    The record of the step that simulate_activations simulates.
     """
 
 def reduced_by_place(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--round-size", type=int, help="microbatches that run together; by default the best number")
     model.add_argument("--host-budget", help="host memory for training, such as 64GiB; the rest is on the disk")
     model.add_argument("--state-bytes", type=float, help="optimizer state a parameter (default: that of AdamW)")
-    model.add_argument("--png", type=Path, metavar="FILE", help="draw the step's memory and lanes to this file")
+    model.add_argument("--png", type=Path, metavar="FILE", help="draw the step's memory and what each lane does when")
     model.add_argument("--dtype", choices=_STATE_BYTES, default="bfloat16", help="of weights (default: %(default)s)")
     problem = parser.add_argument_group("a problem of a file")
     problem.add_argument("--kind", help="kind of the problem, such as unequal_split")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hydra_ext.plan.steps.fitting import fit
     from hydra_ext.plan.steps.forecast import Advice, MeasuredStep, Plan, PlannedSegment
     from hydra_ext.plan.steps.memory import MemoryPoint
+    from hydra_ext.plan.steps.timeline import LaneInterval, StepTimeline
     from hydra_ext.profile.cards import CARDS, Card
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Crossover",
     "CrossoverPoint",
     "Event",
+    "LaneInterval",
     "MeasuredStep",
     "MemoryPoint",
     "Partition",
@@ -39,6 +41,7 @@ __all__ = [
     "SharedParameters",
     "Solution",
     "Stage",
+    "StepTimeline",
     "crossover",
     "fit",
     "partition_chain",
@@ -54,6 +57,7 @@ _ON_FIRST_USE = {  # a run imports one planner
     "Crossover": "hydra_ext.plan.pipelines.crossover",
     "CrossoverPoint": "hydra_ext.plan.pipelines.crossover",
     "Event": "hydra_ext.plan.chain",
+    "LaneInterval": "hydra_ext.plan.steps.timeline",
     "MeasuredStep": "hydra_ext.plan.steps.forecast",
     "MemoryPoint": "hydra_ext.plan.steps.memory",
     "Partition": "hydra_ext.plan.chain",
@@ -66,6 +70,7 @@ _ON_FIRST_USE = {  # a run imports one planner
     "SharedParameters": "hydra_ext.plan.chain",
     "Solution": "hydra_ext.plan.solution",
     "Stage": "hydra_ext.plan.chain",
+    "StepTimeline": "hydra_ext.plan.steps.timeline",
     "crossover": "hydra_ext.plan.pipelines.crossover",
     "fit": "hydra_ext.plan.steps.fitting",
     "partition_chain": "hydra_ext.plan.chain",

@@ -1,7 +1,13 @@
-// Bindings of the schedule's verifier and simulator: whether a schedule can run, and how long it takes.
+// Bindings of the schedule's verifier and simulator: whether a schedule can run, and how long it takes. And of the
+// record of a simulated step: what compute and the lanes do when.
 #include <pybind11/stl.h>
 
+#include <limits>
+#include <utility>
+#include <vector>
+
 #include "csrc/bindings/bindings.h"
+#include "csrc/plan/activation_plan.h"
 #include "csrc/schedule/simulator.h"
 #include "csrc/schedule/verifier.h"
 
@@ -14,6 +20,8 @@ using namespace schedule;  // NOLINT: the words of one folder
 namespace {
 
 using Released = py::call_guard<py::gil_scoped_release>;
+
+constexpr double kAnySpeed = std::numeric_limits<double>::infinity();
 
 Limits limits_of(std::optional<int> in_flight, std::optional<int> versions, std::optional<int> gradients) {
   return {in_flight.value_or(kUnlimited), versions.value_or(kUnlimited), gradients.value_or(kUnlimited)};
@@ -49,6 +57,18 @@ void bind_verifier(py::module_& module, py::class_<Schedule>& schedule_class) {
       py::arg("ranks"), py::kw_only(), py::arg("microbatches"), Released());
 }
 
+StepRecord record_step(std::vector<ActivationSegment> segments, std::vector<ActivationOption> options, int round_size,
+                       Bytes stash_bytes, int microbatches, Bytes budget, double to_device, double to_host,
+                       double update_seconds) {
+  ActivationProblem problem;
+  problem.cuts.push_back(std::move(segments));
+  problem.microbatches = microbatches;
+  problem.machine = {budget, to_device, to_host, std::numeric_limits<Bytes>::max(), update_seconds};
+  StepRecord record;
+  judge_activations(problem, 0, {std::move(options), round_size, stash_bytes}, &record);
+  return record;
+}
+
 }  // namespace
 
 void bind_simulation(py::module_& module, py::class_<Schedule>& schedule_class) {
@@ -77,6 +97,33 @@ void bind_simulation(py::module_& module, py::class_<Schedule>& schedule_class) 
       },
       py::arg("batches"), py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("update"), py::arg("reduce"),
       py::arg("transfer"), py::arg("latency"), py::arg("overlap"), py::arg("global_norm"), Released());
+}
+
+void bind_step_record(py::module_& module) {
+  py::enum_<StepWorkKind>(module, "StepWorkKind")
+      .value("FORWARD", StepWorkKind::kForward)
+      .value("RECOMPUTE", StepWorkKind::kRecompute)
+      .value("BACKWARD", StepWorkKind::kBackward)
+      .value("UPDATE", StepWorkKind::kUpdate)
+      .value("BRING_WEIGHTS", StepWorkKind::kBringWeights)
+      .value("BRING_STASH", StepWorkKind::kBringStash)
+      .value("SEND_STASH", StepWorkKind::kSendStash)
+      .value("SEND_GRADIENTS", StepWorkKind::kSendGradients);
+  py::class_<StepWork>(module, "StepWork", "What compute or a lane does, in seconds since the step began.")
+      .def_readonly("kind", &StepWork::kind)
+      .def_readonly("segment", &StepWork::segment, "Its number; none for an update.")
+      .def_readonly("begin", &StepWork::begin)
+      .def_readonly("end", &StepWork::end)
+      .def_readonly("bytes", &StepWork::bytes, "That are moved.");
+  py::class_<StepRecord>(module, "StepRecord")
+      .def_readonly("work", &StepRecord::work, "What each lane does is in the order of time.")
+      .def_readonly("stays", &StepRecord::stays,
+                    "When each round begins in each segment: forward, then backward from the last segment on.");
+  module.def("record_step", &record_step, py::arg("segments"), py::kw_only(), py::arg("options"), py::arg("round_size"),
+             py::arg("stash_bytes"), py::arg("microbatches"), py::arg("budget"),
+             py::arg_v("to_device", kAnySpeed, "float('inf')"), py::arg_v("to_host", kAnySpeed, "float('inf')"),
+             py::arg("update_seconds") = 0.0, Released(),
+             "The record of the step that simulate_activations simulates.");
 }
 
 }  // namespace hydra

@@ -8,8 +8,9 @@ from typing import Any
 from hydra_ext import _C
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.steps.forecast import Advice, MeasuredStep, Plan, PlannedSegment
-from hydra_ext.plan.steps.memory import memory_of, moved_bytes
+from hydra_ext.plan.steps.memory import moved_bytes
 from hydra_ext.plan.steps.problem import REST, StepProblem
+from hydra_ext.plan.steps.timeline import TreatedStep
 
 _POINTS = 8  # of the curve
 _EFFORT_OF_POINT = 0.1
@@ -49,12 +50,12 @@ def answer(
             "to device": found.to_device_seconds,
             "to host": found.to_host_seconds,
         },
-        memory=memory_of(chain, found, setting.buffer_bytes),
         segments=_segments(problem, found),
         curve=_curve(problem, budget, found.seconds),
         advice=_advice(problem, budget, found.seconds),
         measured=measured,
         measured_because=measured_because,
+        _step=TreatedStep.of(problem, budget, found),
     )
 
 

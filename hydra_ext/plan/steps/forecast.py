@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydra_ext.plan.steps.memory import MemoryPoint
+from hydra_ext.plan.steps.timeline import StepTimeline, TreatedStep
 
 _BAR = 24  # characters of the longest bar
 
@@ -73,7 +74,6 @@ class Plan:
         stash_bytes: Room for activations on their way.
         seconds: Of a step.
         lanes: Seconds in which compute and each direction of the link are busy.
-        memory: Device bytes over a round: forward, then backward.
         segments: In the order of their calls.
         curve: Budgets, and the seconds of a step with each.
         advice: What would help, the best first.
@@ -92,12 +92,21 @@ class Plan:
     stash_bytes: int
     seconds: float
     lanes: Mapping[str, float]
-    memory: tuple[MemoryPoint, ...]
     segments: tuple[PlannedSegment, ...]
     curve: tuple[tuple[int, float], ...]
     advice: tuple[Advice, ...]
     measured: MeasuredStep | None = None
     measured_because: str | None = None
+    _step: TreatedStep = field(repr=False)
+
+    @property
+    def memory(self) -> tuple[MemoryPoint, ...]:
+        """Device bytes over a round: forward, then backward."""
+        return self._step.memory()
+
+    def timeline(self) -> StepTimeline:
+        """What compute and each direction of the link do when, and the memory beside it: simulates the step again."""
+        return self._step.timeline()
 
     @property
     def binding(self) -> str:

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from hydra_ext import _C
 from hydra_ext.plan.segments import Segment
 
 _AGAIN = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
+
+
+class Treatment(Protocol):
+    """How a step runs: the planner's answer has it, and so has a copy of it."""
+
+    @property
+    def options(self) -> Sequence[_C.ActivationOption]: ...
+
+    @property
+    def round_size(self) -> int: ...
+
+    @property
+    def stash_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +59,14 @@ class MemoryPoint:
         return self.buffers + self.stash + self.kept + self.weights + self.in_use + self.gradients
 
 
-def memory_of(segments: Sequence[Segment], found: _C.ActivationPlan, buffer_bytes: int) -> tuple[MemoryPoint, ...]:
+def memory_of(segments: Sequence[Segment], found: Treatment, buffer_bytes: int) -> tuple[MemoryPoint, ...]:
     """A round's forward, then its backward."""
     forward = [*_points(segments, found, buffer_bytes, "forward")]
     backward = [*_points(segments, found, buffer_bytes, "backward")]
     return (*forward, *reversed(backward))
 
 
-def _points(
-    segments: Sequence[Segment], found: _C.ActivationPlan, buffer_bytes: int, way: str
-) -> Iterator[MemoryPoint]:
+def _points(segments: Sequence[Segment], found: Treatment, buffer_bytes: int, way: str) -> Iterator[MemoryPoint]:
     size, kept = found.round_size, 0
     for segment, option in zip(segments, found.options, strict=True):
         kept += size * _kept(segment, option)

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -161,6 +162,56 @@ TEST(StepSimulation, AnUpdateCountsAsFarAsForwardDoesNotHideIt) {
   ActivationMachine machine = machine_of(10'000);
   machine.update_seconds = 5;
   EXPECT_EQ(seconds_of(plain_segment(), 2, machine, 2, Option::kKeep), 12 + 1);
+}
+
+TEST(StepSimulation, ARecordSaysWhatEachLaneDoesWhen) {
+  ActivationSegment segment = plain_segment();
+  segment.weight_bytes = 200;
+  segment.gradients = {50, 50};
+  ActivationMachine machine = machine_of(10'000, 100);
+  machine.update_seconds = 4;
+  const ActivationTreatment treatment = {{Option::kOffload, Option::kRecompute}, 1, 100};
+  StepRecord record;
+  const SimulatedStep step = simulate_step({segment, segment}, machine, 1, treatment, &record);
+  EXPECT_EQ(step.seconds, simulate_step({segment, segment}, machine, 1, treatment).seconds);
+  struct Expected {
+    StepWorkKind kind;
+    std::optional<std::size_t> segment;
+    double begin, end;
+    Bytes bytes;
+  };
+  const std::vector<Expected> expected = {
+      {StepWorkKind::kBringWeights, 0, 0, 2, 200},
+      {StepWorkKind::kForward, 0, 2, 3, 0},
+      {StepWorkKind::kSendStash, 0, 2, 3, 100},
+      {StepWorkKind::kBringWeights, 1, 2, 4, 200},
+      {StepWorkKind::kForward, 1, 4, 5, 0},
+      {StepWorkKind::kRecompute, 1, 5, 6, 0},
+      {StepWorkKind::kBackward, 1, 6, 8, 0},
+      {StepWorkKind::kSendGradients, 1, 8, 8.5, 50},
+      {StepWorkKind::kBringStash, 0, 5, 6, 100},
+      {StepWorkKind::kBackward, 0, 8, 10, 0},
+      {StepWorkKind::kSendGradients, 0, 10, 10.5, 50},
+      {StepWorkKind::kUpdate, std::nullopt, 10.5, 12.5, 0},
+  };
+  ASSERT_EQ(record.work.size(), expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    SCOPED_TRACE(i);
+    EXPECT_EQ(record.work[i].kind, expected[i].kind);
+    EXPECT_EQ(record.work[i].segment, expected[i].segment);
+    EXPECT_EQ(record.work[i].begin, expected[i].begin);
+    EXPECT_EQ(record.work[i].end, expected[i].end);
+    EXPECT_EQ(record.work[i].bytes, expected[i].bytes);
+  }
+  EXPECT_EQ(record.stays, (std::vector<double>{0, 3, 5, 8}));
+}
+
+TEST(StepSimulation, WhatLeavesSoonerThanItIsSavedIsRecordedAtTheEndOfForward) {
+  StepRecord record;
+  simulate_step({plain_segment()}, machine_of(10'000, 200), 1, {{Option::kOffload}, 1, 100}, &record);
+  ASSERT_EQ(record.work[1].kind, StepWorkKind::kSendStash);
+  EXPECT_EQ(record.work[1].begin, 0.5);
+  EXPECT_EQ(record.work[1].end, 1);
 }
 
 TEST(StepSimulation, MemoryIsWhatTheHeaderSays) {
