@@ -50,7 +50,7 @@ from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hydra_ext
-from hydra_ext.errors import BudgetTooSmall
+from hydra_ext.errors import BudgetTooSmall, StateError
 
 OF_BEST, OF_HAND, FORESEEN = 1.05, 0.8, 0.15
 LINKS = (0.5, 1.0, 2.0)
@@ -322,7 +322,11 @@ def measure(cell: Cell, plain: Plain, rounds: int) -> Row:
             auto()
         steps = {"auto": auto, **{way.name: way.open(cell, stack) for way in finalists}, "auto again": auto}
         series = by_turns(steps, rounds=rounds)
-        answer, retries = auto.run.plan(), auto.run.report().retries
+        try:
+            answer = auto.run.plan()
+        except StateError:  # just above the smallest budget
+            answer = None
+        retries = auto.run.report().retries
     medians = {name: series.median(name) for name in steps}
     of = lambda way: medians.get(way.name, found[way])  # noqa: E731
     best = min(finalists, key=of, default=None)
