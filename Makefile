@@ -107,7 +107,7 @@ demo: $(BUILD)/.built ## build, then run the demonstration on this machine
 	cd / && $(PYTHON) -W ignore -m hydra_ext demo --picture $(CURDIR)/memory.png
 
 test: export HYDRA_WERROR = ON
-test: lint ctest pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all checks that need no GPU: the parts below, C++ tests also under sanitizers
+test: lint pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all checks that need no GPU: the parts below, C++ tests under sanitizers
 	@$(if $(NVCC),,echo "this machine has no nvcc: the CUDA sources were not compiled")
 
 check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: lint and fast tests of every part, under 2 minutes
@@ -116,7 +116,7 @@ check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: li
 pytest: $(BUILD)/.built $(VENV)/.deps-test ## the Python tests, WORKERS=2 at a time
 	$(PYTEST) $(PARALLEL) .
 
-test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## the long tests too, in SHARDS=4 runs; SHARD=2 runs one of them
+test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## the long tests too, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
 
@@ -149,13 +149,16 @@ ctest: $(BUILD)-gtest/googletest.cmake ## the C++ tests of all code without torc
 ctest-full: ctest ## the C++ tests that take minutes
 	$(BUILD)-core/hydra_tests --gtest_also_run_disabled_tests --gtest_filter='*.DISABLED_*'
 
+# What they compare does not depend on a sanitizer, and other tests run the same code.
+LONG_SEARCHES = -E 'OfAWideGraphIsAPlanWithABound|AlmostAlwaysTreatedInTheBestWay|ALargerBudgetIsNotSlower|EveryPatternOfSixteenBits'
+
 asan: $(BUILD)-gtest/googletest.cmake ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CORE_CMAKE) -B $(BUILD)-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=address,undefined
-	cmake --build $(BUILD)-asan && ctest --test-dir $(BUILD)-asan $(CTEST)
+	cmake --build $(BUILD)-asan && ctest --test-dir $(BUILD)-asan $(CTEST) $(LONG_SEARCHES)
 
 tsan: $(BUILD)-gtest/googletest.cmake ## the C++ tests of code with threads under ThreadSanitizer
 	$(CORE_CMAKE) -B $(BUILD)-tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=thread
-	cmake --build $(BUILD)-tsan && $(FIXED) ctest --test-dir $(BUILD)-tsan $(CTEST)
+	cmake --build $(BUILD)-tsan && $(FIXED) ctest --test-dir $(BUILD)-tsan $(CTEST) $(LONG_SEARCHES)
 
 # Every CUDA source compiled with warnings as errors, nothing linked: needs nvcc and any torch, no GPU.
 check-cuda: $(VENV)/.deps ## compile every CUDA source with warnings as errors; needs nvcc, no GPU
