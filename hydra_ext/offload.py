@@ -21,6 +21,7 @@ from hydra_ext.activations.choice import Choice, default_policy, policies_of
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, Site, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
+from hydra_ext.heads.calls import Heads
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
@@ -255,6 +256,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             optimizer=self._optimizer,
             face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
             yields=self._activations == "auto",
+            heads=Heads(self._model, budget, exact=True) if self._activations == "auto" else None,
         )
 
     def _casts(self) -> str:

@@ -191,6 +191,9 @@ class Fit:
     def fail(self, _decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
         """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
         self._saving.measure(None)
+        if self._saving.heads is not None and self._saving.heads.be_wary():
+            self._rung, self._began = Rung.MEASURED, None
+            return ""
         self._failures += 1
         self._began = None
         failed, self._rung = self._rung, Rung.FRUGAL
@@ -221,6 +224,8 @@ class Fit:
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
         self._kind = _LOOP
+        if self._saving.heads is not None:
+            self._saving.heads.is_wary = True  # nothing can be undone there
         profiler = self.planner.profiler
         if self._rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
             self._go_frugal()
