@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from hydra_ext.activations.choice import Choice, default_policy, policies_of
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, Site, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
-from hydra_ext.heads.calls import Heads
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
@@ -33,6 +32,9 @@ from hydra_ext.runtime.placement.spilling import HostLimit, Spilling
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
+
+if TYPE_CHECKING:
+    from hydra_ext.heads.calls import Heads
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
@@ -204,7 +206,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             place=self._place,
             replicas=replicas,
             saving=None if stash is None else self._make_saving(stash, entered),
-            fitted=self._activations == "auto",
+            heads=self._make_heads(),
             spilling=spilling,
         )
         entered.add(self._run)
@@ -228,6 +230,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             slot_bytes=lambda number: _slot_bytes(blocks[number].parameters, self._param_dtype),
             gradients_stay=replicas is not None,
         )
+
+    def _make_heads(self) -> Heads | None:
+        if self._activations != "auto":
+            return None
+        from hydra_ext.heads.calls import Heads
+
+        return Heads(self._model, self._budget, exact=True)
 
     def _make_saving(self, stash: _C.Stash, entered: weakref.WeakSet[Run]) -> Saving:
         """Makes the stash's hooks. What they hold does not hold the run, which holds them; ``entered`` has it."""
@@ -256,7 +265,6 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             optimizer=self._optimizer,
             face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
             yields=self._activations == "auto",
-            heads=Heads(self._model, budget, exact=True) if self._activations == "auto" else None,
         )
 
     def _casts(self) -> str:

@@ -24,7 +24,6 @@ from hydra_ext.activations.recompute import RecomputedModules, Whole
 from hydra_ext.activations.report import StashReport
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import InvalidArgument
-from hydra_ext.heads.calls import Heads
 from hydra_ext.policy import Compress, Keep, Offload, Recompute
 from hydra_ext.tracing import not_traced, nothing_traced
 
@@ -44,7 +43,6 @@ class Saving:
         face_of: Gives the tensor that forwards use in place of a parameter.
         budget: Device bytes for saved tensors; required by ``Offload("dynamic")``.
         yields: Whether hooks on saved tensors that are active around a forward take precedence.
-        heads: Linear layers that may run in rows; None for none.
 
     Attributes:
         leaves_all_on_device: Whether tensors that are saved now are none of the stash's business.
@@ -65,10 +63,8 @@ class Saving:
         face_of: FaceOf = lambda _: None,
         budget: int | None = None,
         yields: bool = False,
-        heads: Heads | None = None,
     ) -> None:
         self._core = core
-        self.heads = heads
         self._yields = yields
         self._model = model
         self._parts = [] if model is None else parts_of(model)
@@ -109,8 +105,6 @@ class Saving:
         """Installs the modules' policies and parts, until :meth:`unhook`."""
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
-        if self.heads is not None:
-            self.heads.install()
         for call in self._stand_ins:
             call.install()
         functional.install()
@@ -120,8 +114,6 @@ class Saving:
         self._recomputed.choose((), None)
         for call in reversed(self._stand_ins):
             call.remove()
-        if self.heads is not None:
-            self.heads.remove()
 
     @contextmanager
     @nothing_traced

@@ -17,6 +17,7 @@ from hydra_ext.heads.unmade import Unmade
 from hydra_ext.tracing import not_traced
 
 _aten: Any = torch.ops.aten
+_TIMES = 8  # its inputs: outputs of a layer that may be a head, wherever it stands in the model
 Find = Callable[[Tensor, Tensor, Tensor | None], Unmade | None]
 """From rows of hidden states, a transposed weight and a bias: their product, unmade; None for a plain one."""
 
@@ -42,7 +43,7 @@ class Heads:
 
     Args:
         model: The model.
-        budget: Device bytes.
+        budget: Device bytes; None runs no head in rows.
         exact: Whether a head runs in rows only where that has the bits of the plain one on this machine.
 
     Attributes:
@@ -50,21 +51,19 @@ class Heads:
             is.
         is_in_doubt: Whether there was one that did not, for it was not wary.
         tally: What was computed.
-        in_rows: Names of the layers whose logits were left unmade.
+        seen: Layers that ran so that they may be heads, by name.
+        in_rows: Names of those whose logits were left unmade.
     """
 
-    def __init__(self, model: nn.Module, budget: int, *, exact: bool) -> None:
+    def __init__(self, model: nn.Module, budget: int | None, *, exact: bool) -> None:
         self._budget = budget
         self._exact = exact
         self.is_wary = False
         self.is_in_doubt = False
         self.tally = Tally()
-        self.in_rows: dict[str, HeadShape] = {}
-        self._calls = [
-            _HeadCall(self, name, module)
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear and "forward" not in module.__dict__
-        ]
+        self.seen: dict[str, HeadShape] = {}
+        self.in_rows: list[str] = []
+        self._calls = [_HeadCall(self, name, module) for name, module in _may_be_heads(model)]
 
     def install(self) -> None:
         for call in self._calls:
@@ -98,15 +97,26 @@ class Heads:
             dtype=hidden.dtype,
             device=hidden.device,
         )
-        if shape.ample_bytes <= self._budget:
+        self.seen[name] = shape
+        if self._budget is None or shape.ample_bytes <= self._budget:
             return None
         if shape.least_bytes <= self._budget and not self.is_wary:
             self.is_in_doubt = True
             return None
         if self._exact and not has_plain_bits(shape):
             return None
-        self.in_rows[name] = shape
+        if name not in self.in_rows:
+            self.in_rows.append(name)
         return Unmade(Logits(hidden, weight, bias, shape.parts, self.tally))
+
+
+def _may_be_heads(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers with many outputs; of the last one more than its inputs are many."""
+    layers = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name, module in layers:
+        many = _TIMES * module.in_features if module is not layers[-1][1] else module.in_features + 1
+        if module.out_features >= many and "forward" not in module.__dict__:
+            yield name, module
 
 
 class _HeadCall(StandIn):

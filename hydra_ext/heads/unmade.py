@@ -7,6 +7,7 @@ whole matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,8 +100,11 @@ def _view(source: Unmade, shape: Sequence[int]) -> Any:
     columns = source.term.size[1]
     if source.flipped or not shape or shape[-1] not in (columns, -1):
         return NotImplemented
-    sizes = torch.empty(source.shape, device="meta").view(shape).shape
-    return Unmade(source.term, sizes) if sizes[-1] == columns else NotImplemented
+    outer, rows = list(shape[:-1]), source.term.size[0]
+    if -1 in outer:
+        others = -math.prod(outer)
+        outer[outer.index(-1)] = rows // others if others > 0 else rows
+    return Unmade(source.term, (*outer, columns)) if math.prod(outer) == rows else NotImplemented
 
 
 def _alias(source: Unmade) -> Any:

@@ -89,7 +89,7 @@ def test_a_head_that_does_not_fit_runs_in_rows_with_the_same_bits(looped: bool, 
     losses = trained(plain, optimizer_of(plain))
     with entered(model) as run:
         found = trained(model, run.optimizer) if looped else by_step(run, model)
-        tally = run._saving.heads.tally
+        tally = run.fit.heads.tally
     assert all(map(torch.equal, losses, found))
     assert equal(plain, model)
     assert tally.parts > 3 * len(losses)

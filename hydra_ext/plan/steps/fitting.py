@@ -15,6 +15,7 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.errors import InvalidArgument, NotOnFakeTensors, PlanError
+from hydra_ext.heads.calls import Heads
 from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
@@ -25,6 +26,8 @@ from hydra_ext.profile.dry_run import dry_run, dtype_of
 from hydra_ext.profile.real_run import has_numbers, real_run
 
 Example = TypeVar("Example")
+
+_MOST = 2  # times what a head takes: a smaller budget that is enough is set by the head
 
 
 def fit(
@@ -82,11 +85,35 @@ def fit(
     )
     asked = None if budget is None else parse_bytes(budget)
     homes = _homes(model, optimizer, host_budget)
-    profile, because = _profiled(model, example, fn, param_dtype, card)
-    problem = StepProblem(profile, setting, homes)
+
+    def profiled(heads: Heads) -> tuple[StepProblem, str | None]:
+        profile, because = _profiled(model, example, fn, param_dtype, card, heads)
+        return StepProblem(profile, setting, homes), because
+
+    seen = Heads(model, None, exact=True)
+    problem, because = profiled(seen)
     if asked is None:
         asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
-    return answer(problem, asked, _solved(problem, asked), measured_because=because)
+    heads = Heads(model, 0, exact=True)
+    least = problem.least_bytes
+    if card is None and _binds(seen, problem):
+        in_rows, _ = profiled(heads)
+        least = min(least, in_rows.least_bytes)
+        problem = in_rows if heads.in_rows and asked < problem.least_bytes else problem
+    return answer(
+        problem,
+        asked,
+        _solved(problem, asked),
+        measured_because=because,
+        least_bytes=least,
+        heads_in_rows=heads.in_rows if problem.least_bytes == least else (),
+    )
+
+
+def _binds(heads: Heads, problem: StepProblem) -> bool:
+    """Whether a head takes most of what the smallest budget has to hold."""
+    most = max((shape.least_bytes for shape in heads.seen.values()), default=0)
+    return _MOST * most >= problem.least_bytes
 
 
 def _profiled(
@@ -95,15 +122,16 @@ def _profiled(
     fn: Callable[[Example], Any],
     param_dtype: torch.dtype | None,
     card: Card | None,
+    heads: Heads,
 ) -> tuple[Profile, str | None]:
     """What one microbatch costs, and why it had to be a real one."""
     speed = None if card is None else card.speed(param_dtype or dtype_of(model))
     try:
-        return dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), None
+        return dry_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), None
     except NotOnFakeTensors as error:
         if not has_numbers(model, example):
             raise
-        return real_run(model, example, fn, param_dtype=param_dtype, speed=speed), error.reason
+        return real_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), error.reason
 
 
 def _solved(problem: StepProblem, budget: int) -> _C.ActivationPlan:
