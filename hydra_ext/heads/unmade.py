@@ -119,7 +119,10 @@ def _t(source: Unmade) -> Any:
 
 
 def _to_copy(source: Unmade, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    if dtype is None or not dtype.is_floating_point or any(options.values()) or source.flipped:
+    same = {"device": source.device, "layout": torch.strided}
+    if any(value and value != same.get(name) for name, value in options.items()):
+        return NotImplemented
+    if dtype is None or not dtype.is_floating_point or source.flipped:
         return NotImplemented
     return Unmade(Cast(source.term, dtype), source.shape)
 
