@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hydra_ext
-from hydra_ext import Checks, SimulatedDevice
+from hydra_ext import Auto, Checks, SimulatedDevice
 from hydra_ext.errors import StateError
 from hydra_ext.heads import calls
 from hydra_ext.heads.bits import HeadShape
@@ -77,9 +77,15 @@ def in_steps(run: hydra_ext.Run, loss_of: Loss = loss_of) -> list[Tensor]:
     return left
 
 
-def entered(model: nn.Module, budget: int) -> hydra_ext.offload:
-    device, checks = SimulatedDevice(asynchronous=True), Checks(poison_hosts=True)
-    return hydra_ext.offload(model, optimizer_of(model), budget=budget, device=device, checks=checks)
+def entered(model: nn.Module, budget: int, *, auto: Auto | None = None) -> hydra_ext.offload:
+    return hydra_ext.offload(
+        model,
+        optimizer_of(model),
+        budget=budget,
+        device=SimulatedDevice(asynchronous=True),
+        activations=auto or "auto",
+        checks=Checks(poison_hosts=True),
+    )
 
 
 def heads_of(run: hydra_ext.Run) -> calls.Heads:
@@ -132,12 +138,16 @@ def test_other_code_gets_whole_logits() -> None:
     assert tally.wholes == len(losses)
 
 
-def test_without_the_same_bits_it_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_same_bits_it_is_the_plain_one_unless_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "has_plain_bits", lambda _: False)
     model = made()
-    with entered(model, TIGHT) as run, pytest.raises(torch.OutOfMemoryError):
+    for auto in (None, Auto()):
+        with entered(model, TIGHT, auto=auto) as run, pytest.raises(torch.OutOfMemoryError):
+            in_steps(run)
+        assert heads_of(run).tally.parts == 0
+    with entered(model, TIGHT, auto=Auto(inexact_heads=True)) as run:
         in_steps(run)
-    assert heads_of(run).tally.parts == 0
+        assert heads_of(run).tally.parts > 0
 
 
 def test_a_step_in_which_the_plain_one_fails_is_made_in_rows() -> None:
@@ -176,12 +186,13 @@ def test_the_least_budget_of_a_plan_is_that_of_the_head_in_rows_and_trains() -> 
     plain, model = made(), made()
     losses = in_a_loop(plain, optimizer_of(plain))
     fn = lambda each: loss_of(model, each)  # noqa: E731
-    least = hydra_ext.plan.fit(model, tokens()[0], fn, microbatches=2).least_bytes
+    elsewhere = hydra_ext.plan.fit(model, tokens()[0], fn, device="t4-16", microbatches=2)
+    assert elsewhere.heads_in_rows == ()
+    least = hydra_ext.plan.fit(model, tokens()[0], fn, device="t4-16", microbatches=2, inexact_heads=True).least_bytes
     plan = hydra_ext.plan.fit(model, tokens()[0], fn, microbatches=2, budget=least)
     assert plan.heads_in_rows == ("head",)
     assert "in rows, with the loss: head" in str(plan)
-    elsewhere = hydra_ext.plan.fit(model, tokens()[0], fn, device="t4-16", microbatches=2)
-    assert elsewhere.heads_in_rows == ()
+    assert plan.least_bytes == least
     assert least < SHAPE.least_bytes / 2 < elsewhere.least_bytes
     with entered(model, least + least // 20) as run:
         found = in_steps(run)

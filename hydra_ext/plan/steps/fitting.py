@@ -45,6 +45,7 @@ def fit(
     link: float | str | None = None,
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
+    inexact_heads: bool = False,
 ) -> Plan:
     """Plans a training step from a dry run, which makes no step and takes no memory.
 
@@ -65,6 +66,8 @@ def fit(
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
         param_dtype: Dtype in which weights compute; by default the model's own.
         update_seconds: Of the optimizer's step, which runs behind the next forward.
+        inexact_heads: As in :class:`hydra_ext.Auto`. For a card, whose kernels are not here, no head runs in rows
+            without it.
 
     Raises:
         BudgetTooSmall: No plan fits. The error names the budget that would do, and the moment that needs it.
@@ -90,13 +93,13 @@ def fit(
         profile, because = _profiled(model, example, fn, param_dtype, card, heads)
         return StepProblem(profile, setting, homes), because
 
-    seen = Heads(model, None, exact=True)
+    seen = Heads(model, None, exact=False)
     problem, because = profiled(seen)
     if asked is None:
         asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
-    heads = Heads(model, 0, exact=True)
+    heads = Heads(model, 0, exact=not inexact_heads)
     least = problem.least_bytes
-    if card is None and _binds(seen, problem):
+    if (card is None or inexact_heads) and _binds(seen, problem):
         in_rows, _ = profiled(heads)
         least = min(least, in_rows.least_bytes)
         problem = in_rows if heads.in_rows and asked < problem.least_bytes else problem
