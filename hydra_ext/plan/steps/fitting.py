@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,6 @@ from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile import Profile
 from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
 from hydra_ext.profile.dry_run import dry_run, dtype_of
 from hydra_ext.profile.real_run import has_numbers, real_run
@@ -88,28 +88,34 @@ def fit(
     )
     asked = None if budget is None else parse_bytes(budget)
     homes = _homes(model, optimizer, host_budget)
+    problem_with = partial(_problem_with, model, example, fn, param_dtype, card, setting, homes)
+    return _answered(problem_with, model, asked, card, inexact_heads=inexact_heads)
 
-    def profiled(heads: Heads) -> tuple[StepProblem, str | None]:
-        profile, because = _profiled(model, example, fn, param_dtype, card, heads)
-        return StepProblem(profile, setting, homes), because
 
-    seen = Heads(model, None, exact=False)
-    problem, because = profiled(seen)
-    if asked is None:
-        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
-    heads = Heads(model, 0, exact=not inexact_heads)
-    least = problem.least_bytes
-    if (card is None or inexact_heads) and _binds(seen, problem):
-        in_rows, _ = profiled(heads)
-        least = min(least, in_rows.least_bytes)
-        problem = in_rows if heads.in_rows and asked < problem.least_bytes else problem
+def _answered(
+    problem_with: Callable[[Heads], tuple[StepProblem, str | None]],
+    model: nn.Module,
+    budget: int | None,
+    card: Card | None,
+    *,
+    inexact_heads: bool,
+) -> Plan:
+    """The plan with plain heads, or where these do not fit, with heads in rows."""
+    plain, in_rows = Heads(model, None, exact=False), Heads(model, 0, exact=not inexact_heads)
+    problem, because = problem_with(plain)
+    if budget is None:
+        budget = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
+    leanest = problem
+    if (card is None or inexact_heads) and _binds(plain, problem):
+        leanest = min(problem, problem_with(in_rows)[0], key=lambda each: each.least_bytes)
+    chosen = leanest if budget < problem.least_bytes else problem
     return answer(
-        problem,
-        asked,
-        _solved(problem, asked),
+        chosen,
+        budget,
+        _solved(chosen, budget),
         measured_because=because,
-        least_bytes=least,
-        heads_in_rows=heads.in_rows if problem.least_bytes == least else (),
+        least_bytes=leanest.least_bytes,
+        heads_in_rows=() if chosen is problem else in_rows.in_rows,
     )
 
 
@@ -119,22 +125,25 @@ def _binds(heads: Heads, problem: StepProblem) -> bool:
     return _MOST * most >= problem.least_bytes
 
 
-def _profiled(
+def _problem_with(
     model: nn.Module,
     example: Example,
     fn: Callable[[Example], Any],
     param_dtype: torch.dtype | None,
     card: Card | None,
+    setting: StepSetting,
+    homes: Homes,
     heads: Heads,
-) -> tuple[Profile, str | None]:
-    """What one microbatch costs, and why it had to be a real one."""
+) -> tuple[StepProblem, str | None]:
+    """The planner's problem, and why a microbatch had to be a real one."""
     speed = None if card is None else card.speed(param_dtype or dtype_of(model))
     try:
-        return dry_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), None
+        profile, because = dry_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), ""
     except NotOnFakeTensors as error:
         if not has_numbers(model, example):
             raise
-        return real_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), error.reason
+        profile, because = real_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), error.reason
+    return StepProblem(profile, setting, homes), because or None
 
 
 def _solved(problem: StepProblem, budget: int) -> _C.ActivationPlan:
