@@ -15,7 +15,7 @@ if (_problem := _guard.load_extension()) is not None:
 
 from hydra_ext import _build_info, errors, optim
 from hydra_ext.offload import offload
-from hydra_ext.policy import Checks, Compress, Keep, Offload, Recompute, SimulatedDevice
+from hydra_ext.policy import Auto, Checks, Compress, Keep, Offload, Recompute, SimulatedDevice
 from hydra_ext.runtime.reporting.report import Report
 from hydra_ext.runtime.run import Run
 from hydra_ext.stash import stash
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hydra_ext.runtime.rounds.step import StepOutput
 
 __all__ = [
+    "Auto",
     "Checks",
     "Compress",
     "Keep",

@@ -98,8 +98,13 @@ def calls_in_turn(module: nn.Module) -> bool:
         and kind.__iter__ is nn.Sequential.__iter__
         and kind._call_impl is nn.Module._call_impl
         and "forward" not in module.__dict__
-        and not any(map(module.__dict__.__getitem__, _HOOKS))
+        and not has_hooks(module)
     )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks of its own around its calls."""
+    return any(map(module.__dict__.__getitem__, _HOOKS))
 
 
 def same_modules(some: Collection[nn.Module], others: Collection[nn.Module | None]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, Site, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
-from hydra_ext.policy import Checks, Offload, SimulatedDevice, parse_bytes
+from hydra_ext.policy import Auto, Checks, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
 from hydra_ext.runtime.placement.faces import can_dress
@@ -32,6 +32,9 @@ from hydra_ext.runtime.placement.spilling import HostLimit, Spilling
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
+
+if TYPE_CHECKING:
+    from hydra_ext.heads.calls import Heads
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
@@ -69,9 +72,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         grad_dtype: Dtype in which gradients leave the device; by default their own.
         activations: Policy for tensors that the forward saves for backward. ``"auto"`` measures one microbatch and
             plans what stays, what leaves and what is computed again, so that steps fit the budget and are fast; see
-            :meth:`Run.plan`. Hooks on saved tensors that are active around a forward take precedence. A policy such as
-            ``hydra_ext.Offload()``, or one for each module, as :class:`hydra_ext.stash` takes it, is kept to. None
-            leaves all of them on the device, and so does ``"auto"`` with a ``host_budget``.
+            :meth:`Run.plan`. ``hydra_ext.Auto(...)`` is the same with an option. Hooks on saved tensors that are active
+            around a forward take precedence. A policy such as ``hydra_ext.Offload()``, or one for each module, as
+            :class:`hydra_ext.stash` takes it, is kept to. None leaves all of them on the device, and so does ``"auto"``
+            with a ``host_budget``.
         process_group: Ranks that train copies of this model together. None takes torch.distributed's default group if
             it is initialised and has several ranks; False takes none. The copies have to be alike. They begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``; give the optimizers equal states.
@@ -108,7 +112,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         spill_dir: str | os.PathLike[str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        activations: Choice | Literal["auto"] | None = "auto",
+        activations: Choice | Auto | Literal["auto"] | None = "auto",
         process_group: dist.ProcessGroup | Literal[False] | None = None,
         checks: Checks | None = None,
     ) -> None:
@@ -134,10 +138,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         check_group(process_group)
         self._process_group = process_group
         # What leaves the device is not counted against a host budget, so nothing leaves unless the user says so.
-        self._activations = None if activations == "auto" and self._host_limit is not None else activations
-        if activations is not None and activations != "auto":
-            default_policy(activations)  # raises InvalidArgument for an invalid policy
-            policies_of(activations, model)
+        chosen = Auto() if activations == "auto" else activations
+        self._activations = None if isinstance(chosen, Auto) and self._host_limit is not None else chosen
+        if chosen is not None and not isinstance(chosen, Auto):
+            default_policy(chosen)  # raises InvalidArgument for an invalid policy
+            policies_of(chosen, model)
         self._checks = checks or Checks()
         self._run: Run | None = None
         _refuse_unsupported(model)
@@ -203,7 +208,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             place=self._place,
             replicas=replicas,
             saving=None if stash is None else self._make_saving(stash, entered),
-            fitted=self._activations == "auto",
+            heads=self._make_heads(),
             spilling=spilling,
         )
         entered.add(self._run)
@@ -228,6 +233,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             gradients_stay=replicas is not None,
         )
 
+    def _make_heads(self) -> Heads | None:
+        if not isinstance(self._activations, Auto):
+            return None
+        from hydra_ext.heads.calls import Heads
+
+        return Heads(self._model, self._budget, exact=not self._activations.inexact_heads)
+
     def _make_saving(self, stash: _C.Stash, entered: weakref.WeakSet[Run]) -> Saving:
         """Makes the stash's hooks. What they hold does not hold the run, which holds them; ``entered`` has it."""
         layout, budget = self._layout, self._budget
@@ -249,12 +261,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
         return Saving(
             stash,
-            Offload() if self._activations is None or self._activations == "auto" else self._activations,
+            Offload() if self._activations is None or isinstance(self._activations, Auto) else self._activations,
             self._model,
             whole,
             optimizer=self._optimizer,
             face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
-            yields=self._activations == "auto",
+            yields=isinstance(self._activations, Auto),
         )
 
     def _casts(self) -> str:

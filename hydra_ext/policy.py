@@ -99,6 +99,19 @@ class Checks:
     spill_files: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """What ``offload(activations="auto")`` does, with an option. Lossless by default.
+
+    Attributes:
+        inexact_heads: Whether a head whose logits do not fit runs in rows even where that has not the bits of the plain
+            one. By default both are tried on this machine, and the plain one stays if they differ. The loss and the
+            gradients then differ by the order of sums in a matrix product.
+    """
+
+    inexact_heads: bool = False
+
+
 @dataclass(frozen=True)
 class Keep:
     """Saved tensors stay where they are, as without a stash."""

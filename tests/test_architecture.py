@@ -41,7 +41,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("policy", "tracing", "calls", "outputs"),
     ("_C",),
     ("codec", "state"),
-    ("blocks",),
+    ("blocks", "heads"),
     ("profile",),
     ("schedule",),
     ("plan",),

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.calls import StandIn, calls_in_turn, same_modules
+from hydra_ext.heads.unmade import Unmade
 from hydra_ext.profile import Amount, ModuleFigures, Peaks, Profile
 from hydra_ext.profile.call_log import amount
 from hydra_ext.profile.figures import BlockFigures, Chain, Link, Storage
@@ -286,7 +287,7 @@ class _Storages:
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a stash would take the tensor."""
-        if not _has_storage(tensor) or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
+        if isinstance(tensor, Unmade) or not _has_storage(tensor) or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
             return False
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if (base.is_leaf and base.requires_grad) or _C.is_face(base):

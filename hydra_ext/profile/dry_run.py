@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import AlreadyOffloaded, InvalidDevice, NotOnFakeTensors, UnsupportedModel
+from hydra_ext.heads.calls import Heads
 from hydra_ext.profile.cards import Speed, speed_of_this_machine
 from hydra_ext.profile.fakes import Fakes
 from hydra_ext.profile.figures import Profile
 from hydra_ext.profile.form import profile_of
-from hydra_ext.profile.microbatch import nothing_compiled, random_state_kept, run_microbatch
+from hydra_ext.profile.microbatch import in_rows, nothing_compiled, random_state_kept, run_microbatch
 from hydra_ext.profile.operators import run_on_fakes, seconds_of, workspace_of
 from hydra_ext.profile.replacing import replaced
 from hydra_ext.profile.watch import OperatorCost, Watch
@@ -45,6 +46,7 @@ def dry_run(
     device: torch.device | str | None = None,
     param_dtype: torch.dtype | None = None,
     speed: Speed | None = None,
+    heads: Heads | None = None,
 ) -> Profile:
     """What one microbatch costs, from its forward and backward on fake tensors.
 
@@ -58,6 +60,7 @@ def dry_run(
         device: Where the tensors pretend to be; None for the model's device, or the CPU for a model on meta.
         param_dtype: Dtype in which floating parameters compute; by default their own.
         speed: Of the device; None measures this machine. Only then do workspaces count: those of others are not known.
+        heads: The model's, which may run in rows; None for plain ones.
 
     Raises:
         NotOnFakeTensors: ``fn`` needs numbers, which fake tensors do not have.
@@ -77,7 +80,7 @@ def dry_run(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, place, param_dtype)
     watch = Watch(cost, run=run_on_fakes, tensor_on=fakes.tensor_on)
-    with random_state_kept(place), replaced(model, fakes), _reasons_given():
+    with random_state_kept(place), replaced(model, fakes), _reasons_given(), in_rows(heads):
         run_microbatch(watch, model, [Fakes(mode, place, None).of_value(example)], fn, mode=mode)
     return profile_of(model, watch, param_dtype)
 

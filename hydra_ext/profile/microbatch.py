@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from hydra_ext.heads.calls import Heads
 from hydra_ext.outputs import check_loss, split
 from hydra_ext.profile.watch import Watch
 from hydra_ext.state.randomness import RandomState
@@ -50,6 +51,11 @@ def run_microbatch(
             watch.begin_backward()
             torch.autograd.backward(root.pop(), inputs=trained)
         del kept, metrics  # alive during backward, as in a step
+
+
+def in_rows(heads: Heads | None) -> AbstractContextManager[None]:
+    """A context in which a model's heads may run in rows."""
+    return nullcontext() if heads is None else heads.installed()
 
 
 def nothing_compiled() -> AbstractContextManager[Any]:

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hydra_ext.heads.calls import Heads
 from hydra_ext.profile.cards import Speed
 from hydra_ext.profile.dry_run import costs_on, device_of, dtype_of
 from hydra_ext.profile.figures import Profile
 from hydra_ext.profile.form import profile_of
-from hydra_ext.profile.microbatch import random_state_kept, run_microbatch
+from hydra_ext.profile.microbatch import in_rows, random_state_kept, run_microbatch
 from hydra_ext.profile.replacing import Replacements, replaced
 from hydra_ext.profile.watch import Elsewhere, Place, Watch
 from hydra_ext.state.arguments import tensors_in
@@ -34,6 +35,7 @@ def real_run(
     *,
     param_dtype: torch.dtype | None = None,
     speed: Speed | None = None,
+    heads: Heads | None = None,
 ) -> Profile:
     """What one microbatch costs, from its forward and backward on the model's device.
 
@@ -45,7 +47,7 @@ def real_run(
         example: One microbatch, with numbers.
         fn: As in ``run.step``.
         param_dtype: Dtype in which floating parameters compute; by default their own.
-        speed: As in a dry run.
+        speed, heads: As in a dry run.
     """
     place = device_of(model, None)
     cost = costs_on(place, param_dtype or dtype_of(model), speed)
@@ -62,7 +64,7 @@ def real_run(
 
     watch = Watch(cost, run=run, tensor_on=_tensor_on, elsewhere=_OnTheHost())
     try:
-        with random_state_kept(place), replaced(model, _Doubles(place, param_dtype)):
+        with random_state_kept(place), replaced(model, _Doubles(place, param_dtype)), in_rows(heads):
             run_microbatch(watch, model, [_Doubles(place, None).of_value(example)], fn)
     finally:
         undo.restore()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.calls import StandIn
+from hydra_ext.heads.unmade import Unmade
 from hydra_ext.profile.call_log import UNKNOWN, CallLog
 from hydra_ext.profile.figures import Storage
 from hydra_ext.profile.timeline import Timeline
@@ -147,6 +148,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- operators --------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Unmade) for kind in types):
+            return NotImplemented  # it makes what the operator needs, which is seen then
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
         if not self._sleeps and func is not _DEVICE_OF_A_FAKE:
@@ -278,4 +281,4 @@ class _WatchedCall(StandIn):
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+    return not isinstance(tensor, Unmade) and tensor.layout is torch.strided and not tensor.is_nested

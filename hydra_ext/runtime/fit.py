@@ -27,6 +27,7 @@ from hydra_ext.runtime.rounds.choice import Decision
 from hydra_ext.tracing import nothing_traced
 
 if TYPE_CHECKING:
+    from hydra_ext.heads.calls import Heads
     from hydra_ext.plan.steps.forecast import Plan
     from hydra_ext.runtime.step_planner import PlannedStep, StepPlanner
 
@@ -109,13 +110,16 @@ class Fit:
     Args:
         owner: The run.
         saving: Its stash.
+        heads: Its model's, which run in rows where they do not fit.
 
     Attributes:
+        heads: As given.
         applied: The step as it runs now; None before a plan, or if none fits.
     """
 
-    def __init__(self, owner: FitOwner, saving: Saving) -> None:
+    def __init__(self, owner: FitOwner, saving: Saving, heads: Heads) -> None:
         self._owner = owner
+        self.heads = heads
         self._saving = saving
         self._planner: StepPlanner | None = None
         # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
@@ -150,6 +154,7 @@ class Fit:
             self._owner.budget,
             planned.found,
             measured=MeasuredStep(seconds=min(times, default=None), peak_bytes=self._owner.core.memory.ledger.peak),
+            heads_in_rows=self.heads.in_rows,
         )
 
     # ---- run.step ---------------------------------------------------------------------------------------------------
@@ -191,6 +196,9 @@ class Fit:
     def fail(self, _decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
         """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
         self._saving.measure(None)
+        if self.heads.be_wary():
+            self._rung, self._began = Rung.MEASURED, None
+            return ""
         self._failures += 1
         self._began = None
         failed, self._rung = self._rung, Rung.FRUGAL
@@ -221,6 +229,7 @@ class Fit:
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
         self._kind = _LOOP
+        self.heads.is_wary = True  # nothing can be undone there
         profiler = self.planner.profiler
         if self._rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
             self._go_frugal()

@@ -43,6 +43,7 @@ from hydra_ext.tracing import not_traced
 if TYPE_CHECKING:
     from hydra_ext.checkpoint.helper_state import Stateful
     from hydra_ext.checkpoint.loading import Loaded
+    from hydra_ext.heads.calls import Heads
     from hydra_ext.plan.steps.forecast import Plan
 
 
@@ -77,7 +78,7 @@ class Run:
         place: Place,
         replicas: Replicas | None = None,
         saving: Saving | None = None,
-        fitted: bool = False,
+        heads: Heads | None = None,
         spilling: Spilling | None = None,
     ):
         self.budget = budget
@@ -99,7 +100,7 @@ class Run:
         self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
-        self.fit = Fit(weakref.proxy(self), saving) if fitted and saving is not None else None
+        self.fit = None if saving is None or heads is None else Fit(weakref.proxy(self), saving, heads)
         self._stepper = Stepper(self, layout.sites, self.fit or Choice(budget, largest))
         self._checkpoint = RunCheckpoint(self, saving, spilling)
         self.closed = False
@@ -422,6 +423,8 @@ class Run:
                 self.core.gate.watch(module._modules, f"the modules of '{name}'")
         if self._saving is not None:
             self._saving.hook()  # inside the sites' calls, where no fiber parks
+        if self.fit is not None:
+            self.fit.heads.install()
         sites.install(self, self.layout.sites)
         root.swap(self.model, self)
         compiled.join(self)
@@ -470,6 +473,8 @@ class Run:
                     stack.callback(self._saving.drop_stale)
                 stack.callback(self._saving.close)
                 stack.callback(self._saving.unhook)
+            if self.fit is not None:
+                stack.callback(self.fit.heads.remove)
             stack.callback(sites.remove, self.layout.sites)
             stack.callback(compiled.leave, self)
             for handle in self._optimizer_handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from hydra_ext import _C
@@ -27,8 +28,15 @@ def answer(
     *,
     measured: MeasuredStep | None = None,
     measured_because: str | None = None,
+    least_bytes: int | None = None,
+    heads_in_rows: Sequence[str] = (),
 ) -> Plan:
-    """Describes what the planner has found; by default the best plan for the budget."""
+    """Describes what the planner has found; by default the best plan for the budget.
+
+    Args:
+        least_bytes: The smallest budget, where the problem is not the one with the smallest.
+        heads_in_rows: Names of heads that run in rows.
+    """
     setting = problem.setting
     found = problem.solve(budget) if found is None else found
     chain = problem.segments[found.cut]
@@ -36,7 +44,7 @@ def answer(
     host = held if problem.homes.host_budget is None else min(held, problem.homes.host_budget)
     return Plan(
         budget=budget,
-        least_bytes=problem.least_bytes,
+        least_bytes=problem.least_bytes if least_bytes is None else least_bytes,
         ideal_bytes=problem.ideal_bytes,
         peak_bytes=found.peak_bytes + setting.buffer_bytes,
         host_bytes=host,
@@ -55,6 +63,7 @@ def answer(
         advice=_advice(problem, budget, found.seconds),
         measured=measured,
         measured_because=measured_because,
+        heads_in_rows=tuple(heads_in_rows),
         _step=TreatedStep.of(problem, budget, found),
     )
 

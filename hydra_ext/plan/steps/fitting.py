@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,16 +16,18 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.errors import InvalidArgument, NotOnFakeTensors, PlanError
+from hydra_ext.heads.calls import Heads
 from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile import Profile
 from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
 from hydra_ext.profile.dry_run import dry_run, dtype_of
 from hydra_ext.profile.real_run import has_numbers, real_run
 
 Example = TypeVar("Example")
+
+_MOST = 2  # times what a head takes: a smaller budget that is enough is set by the head
 
 
 def fit(
@@ -42,6 +45,7 @@ def fit(
     link: float | str | None = None,
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
+    inexact_heads: bool = False,
 ) -> Plan:
     """Plans a training step from a dry run, which makes no step and takes no memory.
 
@@ -62,6 +66,8 @@ def fit(
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
         param_dtype: Dtype in which weights compute; by default the model's own.
         update_seconds: Of the optimizer's step, which runs behind the next forward.
+        inexact_heads: As in :class:`hydra_ext.Auto`. For a card, whose kernels are not here, no head runs in rows
+            without it.
 
     Raises:
         BudgetTooSmall: No plan fits. The error names the budget that would do, and the moment that needs it.
@@ -82,28 +88,62 @@ def fit(
     )
     asked = None if budget is None else parse_bytes(budget)
     homes = _homes(model, optimizer, host_budget)
-    profile, because = _profiled(model, example, fn, param_dtype, card)
-    problem = StepProblem(profile, setting, homes)
-    if asked is None:
-        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
-    return answer(problem, asked, _solved(problem, asked), measured_because=because)
+    problem_with = partial(_problem_with, model, example, fn, param_dtype, card, setting, homes)
+    return _answered(problem_with, model, asked, card, inexact_heads=inexact_heads)
 
 
-def _profiled(
+def _answered(
+    problem_with: Callable[[Heads], tuple[StepProblem, str | None]],
+    model: nn.Module,
+    budget: int | None,
+    card: Card | None,
+    *,
+    inexact_heads: bool,
+) -> Plan:
+    """The plan with plain heads, or where these do not fit, with heads in rows."""
+    plain, in_rows = Heads(model, None, exact=False), Heads(model, 0, exact=not inexact_heads)
+    problem, because = problem_with(plain)
+    if budget is None:
+        budget = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
+    leanest = problem
+    if (card is None or inexact_heads) and _binds(plain, problem):
+        leanest = min(problem, problem_with(in_rows)[0], key=lambda each: each.least_bytes)
+    chosen = leanest if budget < problem.least_bytes else problem
+    return answer(
+        chosen,
+        budget,
+        _solved(chosen, budget),
+        measured_because=because,
+        least_bytes=leanest.least_bytes,
+        heads_in_rows=() if chosen is problem else in_rows.in_rows,
+    )
+
+
+def _binds(heads: Heads, problem: StepProblem) -> bool:
+    """Whether a head takes most of what the smallest budget has to hold."""
+    most = max((shape.least_bytes for shape in heads.seen.values()), default=0)
+    return _MOST * most >= problem.least_bytes
+
+
+def _problem_with(
     model: nn.Module,
     example: Example,
     fn: Callable[[Example], Any],
     param_dtype: torch.dtype | None,
     card: Card | None,
-) -> tuple[Profile, str | None]:
-    """What one microbatch costs, and why it had to be a real one."""
+    setting: StepSetting,
+    homes: Homes,
+    heads: Heads,
+) -> tuple[StepProblem, str | None]:
+    """The planner's problem, and why a microbatch had to be a real one."""
     speed = None if card is None else card.speed(param_dtype or dtype_of(model))
     try:
-        return dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), None
+        profile, because = dry_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), ""
     except NotOnFakeTensors as error:
         if not has_numbers(model, example):
             raise
-        return real_run(model, example, fn, param_dtype=param_dtype, speed=speed), error.reason
+        profile, because = real_run(model, example, fn, param_dtype=param_dtype, speed=speed, heads=heads), error.reason
+    return StepProblem(profile, setting, homes), because or None
 
 
 def _solved(problem: StepProblem, budget: int) -> _C.ActivationPlan:

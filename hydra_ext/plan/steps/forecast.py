@@ -79,6 +79,7 @@ class Plan:
         advice: What would help, the best first.
         measured: Of steps that ran so; None before.
         measured_because: Why a real microbatch gave the figures, and not a dry run; None if that was not needed.
+        heads_in_rows: Linear layers whose logits are made, and go backward, some rows at a time.
     """
 
     budget: int
@@ -97,6 +98,7 @@ class Plan:
     advice: tuple[Advice, ...]
     measured: MeasuredStep | None = None
     measured_because: str | None = None
+    heads_in_rows: tuple[str, ...] = ()
     _step: TreatedStep = field(repr=False)
 
     @property
@@ -130,6 +132,7 @@ class Plan:
             f"{self.seconds:.3g} s a step of {self.microbatches} microbatches in rounds of {self.round_size}; "
             f"peak {_size(self.peak_bytes)}, stash {_size(self.stash_bytes)}, host {_size(self.host_bytes)}{disk}",
             *measured,
+            *([f"in rows, with the loss: {', '.join(self.heads_in_rows)}"] if self.heads_in_rows else []),
             f"busy: {lanes}; {self.binding} binds",
             "what would help: " + ("; ".join(advice) if advice else "nothing that was tried"),
         ]
