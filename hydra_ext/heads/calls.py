@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_ext.calls import StandIn, has_hooks
+from hydra_ext.calls import StandIn, has_hooks, is_compiled
 from hydra_ext.heads.bits import HeadShape, has_plain_bits
 from hydra_ext.heads.terms import Logits, Tally
 from hydra_ext.heads.unmade import Unmade
 from hydra_ext.tracing import not_traced
 
 _aten: Any = torch.ops.aten
+_transforms = torch._C._functorch.peek_interpreter_stack
 _TIMES = 8  # its inputs: outputs of a layer that may be a head, wherever it stands in the model
 Find = Callable[[Tensor, Tensor, Tensor | None], Unmade | None]
 """From rows of hidden states, a transposed weight and a bias: their product, unmade; None for a plain one."""
@@ -120,13 +121,25 @@ def _may_be_heads(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 class _HeadCall(StandIn):
-    def __init__(self, heads: Heads, name: str, module: nn.Module) -> None:
+    def __init__(self, heads: Heads, name: str, module: nn.Linear) -> None:
         super().__init__(module)
-        self._find: Find = lambda *found: heads.find(name, *found)
+
+        def find(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Unmade | None:
+            if weight.dtype != module.weight.dtype:  # autocast's copy, which may be gone when the loss is made
+                return None
+            return heads.find(name, hidden, weight, bias)
+
+        self._find = find
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_hooks(self.module)
-        return self.inner(*args, **kwargs) if plain else self._unmade(args, kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._only_computes():
+            return self.inner(*args, **kwargs)
+        return self._unmade(args, kwargs)
+
+    @not_traced
+    def _only_computes(self) -> bool:
+        """Whether neither hooks, nor compiled code, nor torch.func would see what is not computed."""
+        return not has_hooks(self.module) and not is_compiled(self.module) and _transforms() is None
 
     @not_traced
     def _unmade(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
