@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.calls import StandIn, has_hooks, is_compiled
 from hydra_ext.heads.bits import HeadShape, has_plain_bits
 from hydra_ext.heads.terms import Logits, Tally
-from hydra_ext.heads.unmade import Unmade
+from hydra_ext.heads.unmade import Unmade, Unmaking
 from hydra_ext.tracing import not_traced
 
-_aten: Any = torch.ops.aten
 _transforms = torch._C._functorch.peek_interpreter_stack
 _TIMES = 8  # its inputs: outputs of a layer that may be a head, wherever it stands in the model
-Find = Callable[[Tensor, Tensor, Tensor | None], Unmade | None]
-"""From rows of hidden states, a transposed weight and a bias: their product, unmade; None for a plain one."""
-
-
-class Unmaking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which the product of a linear layer may stay unmade."""
-
-    def __init__(self, find: Find) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._find = find
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = None
-        if not kwargs and func is _aten.mm.default:
-            found = self._find(args[0], args[1], None)
-        elif not kwargs and func is _aten.addmm.default and args[0].dim() == 1:
-            found = self._find(args[1], args[2], args[0])
-        return func(*args, **(kwargs or {})) if found is None else found
 
 
 class Heads:
@@ -125,9 +105,9 @@ class _HeadCall(StandIn):
         super().__init__(module)
 
         def find(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Unmade | None:
-            if weight.dtype != module.weight.dtype:  # autocast's copy, which may be gone when the loss is made
-                return None
-            return heads.find(name, hidden, weight, bias)
+            is_plain = hidden.is_contiguous() and weight.t().is_contiguous()
+            # Under autocast the weight is a copy, which may be gone when the loss is made.
+            return heads.find(name, hidden, weight, bias) if is_plain and weight.dtype == module.weight.dtype else None
 
         self._find = find
 
