@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hydra_ext.heads.terms import Logits, Parts
-from hydra_ext.heads.unmade import Unmade
+from hydra_ext.heads.unmade import Unmade, Unmaking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class HeadShape:
 
     @property
     def least_bytes(self) -> int:
-        """That a plain head takes at least: the weight, the logits' log-softmax, and both gradients."""
+        """That a plain head takes at least, nearly: the weight, the logits' log-softmax, and both gradients."""
         return 3 * self.logits_bytes + self.weight_bytes
 
     @property
@@ -57,7 +57,7 @@ _known: dict[tuple[HeadShape, int], bool] = {}
 def has_plain_bits(shape: HeadShape) -> bool:
     """Whether loss and gradients have the same bits. The first call with a shape runs both heads, outside of budgets.
 
-    False as well if there is no memory for the plain one.
+    False as well if the plain one cannot run, as without memory for it.
     """
     threads = torch.get_num_threads()
     key = shape, threads
@@ -72,8 +72,13 @@ def has_plain_bits(shape: HeadShape) -> bool:
 
 
 def _try(shape: HeadShape, threads: int) -> bool:
-    if torch.get_num_threads() != threads:
+    try:
+        return torch.get_num_threads() == threads and _is_alike(shape)
+    except RuntimeError:
         return False
+
+
+def _is_alike(shape: HeadShape) -> bool:
     draw = torch.Generator(shape.device).manual_seed(0)
 
     def drawn(*sizes: int) -> Tensor:
@@ -83,11 +88,8 @@ def _try(shape: HeadShape, threads: int) -> bool:
     weight = drawn(shape.classes, shape.inputs).mul_(shape.inputs**-0.5)
     bias = drawn(shape.classes) if shape.has_bias else None
     target = torch.randint(shape.classes, (shape.rows,), generator=draw, device=shape.device)
-    try:
-        plain = _trained(hidden, weight, bias, target, None)
-        return all(map(torch.equal, plain, _trained(hidden, weight, bias, target, shape.parts)))
-    except torch.OutOfMemoryError:
-        return False
+    plain = _trained(hidden, weight, bias, target, None)
+    return all(map(torch.equal, plain, _trained(hidden, weight, bias, target, shape.parts)))
 
 
 def _trained(
@@ -98,8 +100,6 @@ def _trained(
     if parts is None:
         logits = functional.linear(given[0], given[1], *given[2:])
     else:
-        from hydra_ext.heads.calls import Unmaking
-
         with Unmaking(lambda hidden, weight, bias: Unmade(Logits(hidden, weight, bias, parts))):
             logits = functional.linear(given[0], given[1], *given[2:])
     loss = functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, target)

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_ext.calls import StandIn, has_hooks
+from hydra_ext.calls import StandIn, has_hooks, is_compiled
 from hydra_ext.heads.bits import HeadShape, has_plain_bits
 from hydra_ext.heads.terms import Logits, Tally
-from hydra_ext.heads.unmade import Unmade
+from hydra_ext.heads.unmade import Unmade, Unmaking
 from hydra_ext.tracing import not_traced
 
-_aten: Any = torch.ops.aten
+_transforms = torch._C._functorch.peek_interpreter_stack
 _TIMES = 8  # its inputs: outputs of a layer that may be a head, wherever it stands in the model
-Find = Callable[[Tensor, Tensor, Tensor | None], Unmade | None]
-"""From rows of hidden states, a transposed weight and a bias: their product, unmade; None for a plain one."""
-
-
-class Unmaking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which the product of a linear layer may stay unmade."""
-
-    def __init__(self, find: Find) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._find = find
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = None
-        if not kwargs and func is _aten.mm.default:
-            found = self._find(args[0], args[1], None)
-        elif not kwargs and func is _aten.addmm.default and args[0].dim() == 1:
-            found = self._find(args[1], args[2], args[0])
-        return func(*args, **(kwargs or {})) if found is None else found
 
 
 class Heads:
@@ -120,13 +101,25 @@ def _may_be_heads(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 class _HeadCall(StandIn):
-    def __init__(self, heads: Heads, name: str, module: nn.Module) -> None:
+    def __init__(self, heads: Heads, name: str, module: nn.Linear) -> None:
         super().__init__(module)
-        self._find: Find = lambda *found: heads.find(name, *found)
+
+        def find(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Unmade | None:
+            is_plain = hidden.is_contiguous() and weight.t().is_contiguous()
+            # Under autocast the weight is a copy, which may be gone when the loss is made.
+            return heads.find(name, hidden, weight, bias) if is_plain and weight.dtype == module.weight.dtype else None
+
+        self._find = find
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_hooks(self.module)
-        return self.inner(*args, **kwargs) if plain else self._unmade(args, kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._only_computes():
+            return self.inner(*args, **kwargs)
+        return self._unmade(args, kwargs)
+
+    @not_traced
+    def _only_computes(self) -> bool:
+        """Whether neither hooks, nor compiled code, nor torch.func would see what is not computed."""
+        return not has_hooks(self.module) and not is_compiled(self.module) and _transforms() is None
 
     @not_traced
     def _unmade(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

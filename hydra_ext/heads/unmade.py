@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from hydra_ext.heads.terms import Cast, LogSoftmax, OneOfEach, SoftmaxGradient, Term
@@ -72,6 +73,26 @@ class Unmade(Tensor):
         """The numbers, without a graph."""
         whole = self.term.whole().detach()
         return whole.t() if self.flipped else whole.view(self.shape)
+
+
+Find = Callable[[Tensor, Tensor, Tensor | None], Unmade | None]
+"""From rows of hidden states, a transposed weight and a bias: their product, unmade; None for a plain one."""
+
+
+class Unmaking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which the product of a linear layer may stay unmade."""
+
+    def __init__(self, find: Find) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._find = find
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = None
+        if not kwargs and func is _aten.mm.default:
+            found = self._find(args[0], args[1], None)
+        elif not kwargs and func is _aten.addmm.default and args[0].dim() == 1:
+            found = self._find(args[1], args[2], args[0])
+        return func(*args, **(kwargs or {})) if found is None else found
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,10 +71,10 @@ def in_a_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Loss 
     return left
 
 
-def in_steps(run: hydra_ext.Run, loss_of: Loss = loss_of) -> list[Tensor]:
+def in_steps(run: hydra_ext.Run, loss_of: Loss = loss_of, **choices: Any) -> list[Tensor]:
     given, left = tokens(), []
     for first in range(0, len(given), 2):
-        left += run.step(given[first : first + 2], lambda each: loss_of(run.model, each)).losses
+        left += run.step(given[first : first + 2], lambda each: loss_of(run.model, each), **choices).losses
     return left
 
 
@@ -98,20 +99,44 @@ def all_equal(losses: list[Tensor], plain: nn.Module, found: list[Tensor], model
     return len(before) == len(after) and all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("looped", [False, True])
+CHOICES: dict[str, dict[str, Any] | None] = {
+    "loop": None,
+    "step": {},
+    "round": {"round_size": 2},
+    "recomputed": {"round_size": 2, "recompute": True},
+}
+
+
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"tied": True}], ids=["", "bias", "tied"])
-def test_a_head_that_does_not_fit_runs_in_rows(looped: bool, options: dict[str, bool]) -> None:
+def test_a_head_that_does_not_fit_runs_in_rows(choices: dict[str, Any] | None, options: dict[str, bool]) -> None:
     plain, model = made(**options), made(**options)
     losses = in_a_loop(plain, optimizer_of(plain))
     with entered(model, TIGHT) as run:
         assert run.optimizer is not None
-        found = in_a_loop(model, run.optimizer) if looped else in_steps(run)
+        found = in_a_loop(model, run.optimizer) if choices is None else in_steps(run, **choices)
         tally, report = heads_of(run).tally, run.report()
     assert all_equal(losses, plain, found, model)
     assert tally.parts > 3 * len(losses)
     assert tally.wholes == 0
     assert report.retries == 0
     assert report.peak_bytes < SHAPE.least_bytes
+
+
+def test_under_autocast_it_is_the_plain_one() -> None:
+    """The weight that the product takes is a copy, which is gone when the loss is made."""
+
+    def cast(model: nn.Module, given: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_of(model, given)
+
+    plain, model = made(), made()
+    losses = in_a_loop(plain, optimizer_of(plain), cast)
+    with entered(model, SHAPE.ample_bytes - 1) as run:
+        assert run.optimizer is not None
+        found = in_a_loop(model, run.optimizer, cast)
+        assert heads_of(run).tally.parts == 0
+    assert all_equal(losses, plain, found, model)
 
 
 def test_with_room_it_is_the_plain_one() -> None:
