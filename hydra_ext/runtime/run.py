@@ -99,7 +99,7 @@ class Run:
         self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
-        self.fit = Fit(weakref.proxy(self), saving) if fitted and saving is not None else None
+        self.fit = Fit(weakref.proxy(self), saving, spilling) if fitted and saving is not None else None
         self._stepper = Stepper(self, layout.sites, self.fit or Choice(budget, largest))
         self._checkpoint = RunCheckpoint(self, saving, spilling)
         self.closed = False

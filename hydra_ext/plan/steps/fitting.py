@@ -20,7 +20,7 @@ from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
 from hydra_ext.profile import Profile
-from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
+from hydra_ext.profile.cards import USABLE, Card, bytes_per_second, card_named, link_of
 from hydra_ext.profile.dry_run import dry_run, dtype_of
 from hydra_ext.profile.real_run import has_numbers, real_run
 
@@ -40,6 +40,7 @@ def fit(
     optimizer: torch.optim.Optimizer | float = 0.0,
     device: Card | str | None = None,
     link: float | str | None = None,
+    disk: float | str | None = None,
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
 ) -> Plan:
@@ -56,10 +57,11 @@ def fit(
         round_size: Microbatches that run together; by default the planner chooses.
         recompute: Whether modules may run again in backward.
         budget: Device bytes. None takes the card's memory, or without a card as much as all activations take.
-        host_budget: Bytes that the host may hold. The rest is on the disk, whose speed is not planned with.
+        host_budget: Bytes that the host may hold. Weights, gradients and state beyond it take no time.
         optimizer: Whose state is on the host, too: one of :mod:`hydra_ext.optim`, or bytes for each trained parameter.
         device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
+        disk: Bytes a second of the disk, each way, for activations beyond ``host_budget``; None if they have to fit.
         param_dtype: Dtype in which weights compute; by default the model's own.
         update_seconds: Of the optimizer's step, which runs behind the next forward.
 
@@ -80,13 +82,15 @@ def fit(
         round_sizes=_round_sizes(round_size, microbatches),
         recompute=recompute,
     )
-    asked = None if budget is None else parse_bytes(budget)
-    homes = _homes(model, optimizer, host_budget)
+    homes = _homes(model, optimizer, host_budget, 0.0 if disk is None else bytes_per_second(disk, named="disk"))
     profile, because = _profiled(model, example, fn, param_dtype, card)
     problem = StepProblem(profile, setting, homes)
-    if asked is None:
-        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
+    asked = _most(problem, card) if budget is None else parse_bytes(budget)
     return answer(problem, asked, _solved(problem, asked), measured_because=because)
+
+
+def _most(problem: StepProblem, card: Card | None) -> int:
+    return problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
 
 
 def _profiled(
@@ -131,7 +135,9 @@ def _round_sizes(round_size: int | None, microbatches: int) -> tuple[int, ...]:
     return (round_size,)
 
 
-def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None) -> Homes:
+def _homes(
+    model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None, disk: float
+) -> Homes:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.nbytes for parameter in model.parameters())
     gradients = sum(parameter.nbytes for parameter in trained)
@@ -148,4 +154,4 @@ def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budg
     else:
         raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
     limit = None if host_budget is None else parse_bytes(host_budget, named="host_budget")
-    return Homes(nbytes=weights + gradients + state, host_budget=limit)
+    return Homes(nbytes=weights + gradients + state, host_budget=limit, disk=disk)
