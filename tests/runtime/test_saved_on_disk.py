@@ -172,6 +172,23 @@ def test_a_policy_of_the_user_is_within_the_host_budget_too(tmp_path: Path) -> N
     assert found.report.activations.copies.disk_written_bytes > 0
 
 
+def test_the_planner_counts_the_disk_with_the_speed_that_was_measured(tmp_path: Path) -> None:
+    model, optimizer, data = make()
+    with context_of(model, optimizer, tmp_path, TIGHT, budget=2 * LEAST) as run:
+        for given in steps_of(data):
+            step(run, optimizer, given, rounds=True)
+        plan = run.plan()
+        assert plan is not None
+        assert run.fit is not None
+        assert run.fit.applied is not None
+        assert run._spilling is not None
+        homes, planned = run.fit.applied.problem.homes, run._spilling.plan.total
+    assert (homes.nbytes, homes.host_budget, plan.host_bytes) == (planned, TIGHT, TIGHT)
+    assert plan.disk_bytes > 0
+    assert homes.disk > 0
+    assert min(plan.lanes["to host"], plan.lanes["to device"]) > plan.disk_bytes / homes.disk
+
+
 def least_host_budget(folder: Path) -> int:
     model, optimizer, _ = make()
     with pytest.raises(HostBudgetTooSmall) as error, context_of(model, optimizer, folder, 1):

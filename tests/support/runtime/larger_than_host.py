@@ -29,7 +29,7 @@ WEIGHTS_ON_DISK = WEIGHT + 4096  # of one layer, with its bias
 WHOLE = DEPTH * 4 * (WEIGHT + 4 * WIDTH)  # weights, gradients, two moments
 HOST_BUDGET = 43_000_000  # the layers' working memory needs nearly as much
 DEVICE_BUDGET = 2**24  # the device's memory is host memory, too
-CONSTANT = 10 * 2**20  # 7 are used: copies of the weight that is hashed and of one that moves, graphs, small pieces
+CONSTANT = 10 * 2**20  # 3 are used: copies of the weight that is hashed and of one that moves, graphs, small pieces
 
 THREADS = 8  # threads of the run and of autograd
 _STACK = 2**20  # bytes of a thread's stack, which count fully as address space
