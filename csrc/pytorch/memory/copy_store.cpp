@@ -51,17 +51,18 @@ void expect_success(const TicketPtr& earlier) {
 class CopyOnDisk final : public StoredCopy, public std::enable_shared_from_this<CopyOnDisk> {
  public:
   /// Takes no extents yet.
-  CopyOnDisk(std::shared_ptr<CopyStore> store, Bytes bytes) : store_(std::move(store)), bytes_(bytes) {}
+  CopyOnDisk(std::shared_ptr<CopyStore> store, Bytes bytes)
+      : store_(std::move(store)), disk_(store_->disk()), bytes_(bytes) {}
   ~CopyOnDisk() override {
     for (const std::int32_t extent : extents_) {
-      store_->free_extent(extent);
+      disk_->free(extent);
     }
   }
 
   void take_extents() {
     for (Bytes begin = 0; begin < bytes_; begin += store_->chunk_bytes_) {
       extents_.reserve(extents_.size() + 1);  // so that none is lost
-      extents_.push_back(store_->take_extent(std::min(store_->chunk_bytes_, bytes_ - begin)));
+      extents_.push_back(disk_->take(std::min(store_->chunk_bytes_, bytes_ - begin)));
     }
   }
 
@@ -124,10 +125,10 @@ class CopyOnDisk final : public StoredCopy, public std::enable_shared_from_this<
     std::byte* device(std::size_t index) const { return static_cast<std::byte*>(transfer.device) + begin(index); }
 
     void begin_moving(std::size_t index, DiskDirection direction) {
-      moving[index] = store().disk().lane.submit({.direction = direction,
-                                                  .extent = copy->extents_[index],
-                                                  .data = memory[index]->data(),
-                                                  .owner = memory[index]});
+      moving[index] = copy->disk_->submit({.direction = direction,
+                                           .extent = copy->extents_[index],
+                                           .data = memory[index]->data(),
+                                           .owner = memory[index]});
     }
 
     /// Reads a chunk, and begins with the next one if there is staging.
@@ -186,16 +187,16 @@ class CopyOnDisk final : public StoredCopy, public std::enable_shared_from_this<
   }
 
   const std::shared_ptr<CopyStore> store_;
+  const std::shared_ptr<CopyDisk> disk_;
   const Bytes bytes_;
   std::vector<std::int32_t> extents_;
 };
 
 CopyStore::CopyStore(std::shared_ptr<HostArena> arena)
-    : arena_(std::move(arena)),
-      buffers_(std::make_shared<HostBuffers>(arena_)),
-      departing_(std::make_shared<WorkingMemory>(arena_, kDeparting)),
-      returning_(std::make_shared<WorkingMemory>(arena_, kReturning)),
-      ahead_(std::make_shared<WorkingMemory>(arena_, kAhead)) {}
+    : buffers_(std::make_shared<HostBuffers>(arena)),
+      departing_(std::make_shared<WorkingMemory>(arena, kDeparting)),
+      returning_(std::make_shared<WorkingMemory>(arena, kReturning)),
+      ahead_(std::make_shared<WorkingMemory>(std::move(arena), kAhead)) {}
 
 CopyStore::~CopyStore() = default;
 
@@ -236,53 +237,44 @@ void CopyStore::note_write(std::string error) {
   failed_write_ = std::move(error);
 }
 
-CopyStore::Disk& CopyStore::disk() {
+std::shared_ptr<CopyDisk> CopyStore::disk() {
   const std::lock_guard lock(mutex_);
   if (!disk_) {
-    disk_ = std::make_unique<Disk>(limit_->folder, limit_->files ? *limit_->files : system_files());
+    disk_ = std::make_shared<CopyDisk>(limit_->folder, limit_->files);
   }
-  return *disk_;
+  return disk_;
 }
 
-std::int32_t CopyStore::take_extent(Bytes bytes) {
-  SpillFile& file = disk().file;
-  const Bytes rounded = round_up(bytes, kDiskAlignment);
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = free_extents_.lower_bound(rounded);
-    if (found != free_extents_.end() && found->first <= 2 * rounded) {
-      const std::int32_t extent = found->second;
-      disk_bytes_ += found->first;
-      free_extents_.erase(found);
-      return extent;
-    }
-  }
-  const std::int32_t extent = file.reserve(rounded);
+void CopyStore::close() noexcept {
+  buffers_->close();
+  std::shared_ptr<CopyDisk> disk;  // destroyed without the mutex
   const std::lock_guard lock(mutex_);
-  disk_bytes_ += rounded;
-  return extent;
+  disk = std::move(disk_);
+  if (disk) {
+    count_moved(*disk, moved_);
+    given_up_ = disk;
+  }
 }
 
-void CopyStore::free_extent(std::int32_t extent) noexcept {
-  const Bytes bytes = disk_->file.bytes(extent);
-  const std::lock_guard lock(mutex_);
-  disk_bytes_ -= bytes;
-  free_extents_.emplace(bytes, extent);
+void CopyStore::count_moved(const CopyDisk& disk, CopyStatistics& statistics) {
+  const LaneStatistics writes = disk.statistics(DiskDirection::kWrite);
+  const LaneStatistics reads = disk.statistics(DiskDirection::kRead);
+  statistics.written_bytes = writes.bytes;
+  statistics.read_bytes = reads.bytes;
+  statistics.writing_seconds = writes.busy_seconds;
+  statistics.reading_seconds = reads.busy_seconds;
 }
 
 CopyStatistics CopyStore::statistics() const {
-  CopyStatistics statistics;
+  std::shared_ptr<CopyDisk> disk;  // destroyed without the mutex
+  const std::lock_guard lock(mutex_);
+  disk = disk_ ? disk_ : given_up_.lock();
+  CopyStatistics statistics = moved_;
   statistics.host_bytes = buffers_->lent_bytes();
   statistics.peak_host_bytes = buffers_->peak_bytes() + departing_->bytes() + returning_->bytes() + ahead_->bytes();
-  const std::lock_guard lock(mutex_);
-  statistics.disk_bytes = disk_bytes_;
-  if (disk_) {
-    const LaneStatistics writes = disk_->lane.statistics(DiskDirection::kWrite);
-    const LaneStatistics reads = disk_->lane.statistics(DiskDirection::kRead);
-    statistics.written_bytes = writes.bytes;
-    statistics.read_bytes = reads.bytes;
-    statistics.writing_seconds = writes.busy_seconds;
-    statistics.reading_seconds = reads.busy_seconds;
+  if (disk) {
+    statistics.disk_bytes = disk->bytes();
+    count_moved(*disk, statistics);
   }
   return statistics;
 }

@@ -4,22 +4,22 @@
 // staging until the disk has it, and the copy is complete when all of it is there. On the way back the next chunk is
 // read while one is on the lane. The chunks of each direction take staging of their own, and only when their turn on
 // the lane has come. So no chunk ever waits for staging that waits for the lane.
-// The file is made when the first copy needs it. Extents of freed copies are used again.
+// The file is made when the first copy needs it. A store that is closed gives it up, with the last copy in it.
 //
-// Ownership: copies keep the store alive, and transfers keep their copy alive. No thread of the disk owns the store.
+// Ownership: copies keep the store and the file alive, and transfers keep their copy alive. No thread of the disk owns
+// either.
 // Threads: any. Transfers of one copy do not overlap. Sizes are bytes. Errors of the disk are SpillErrors.
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 
+#include "csrc/pytorch/memory/copy_disk.h"
 #include "csrc/pytorch/memory/host_buffers.h"
 #include "csrc/pytorch/memory/working_memory.h"
-#include "csrc/transfer/disk_lane.h"
 #include "csrc/transfer/lane.h"
 
 namespace hydra {
@@ -64,7 +64,6 @@ class CopyStore final : public std::enable_shared_from_this<CopyStore> {
   static constexpr int kReturning = 2;  // a transfer, and a more urgent one that has overtaken it
   static constexpr int kAhead = 1;
   static constexpr int kStaged = kDeparting + kReturning + kAhead;
-  static constexpr int kDiskThreads = 2;  // one direction at a time has work, of at most two chunks
   static constexpr Bytes kMostChunkBytes = SpillFile::kPieceBytes;
   static constexpr Bytes kLeastBytes = kStaged * kDiskAlignment;         // with less, nothing goes to the disk
   static constexpr Bytes kWorkingBytes = 2 * kStaged * kMostChunkBytes;  // more makes chunks no larger
@@ -81,8 +80,8 @@ class CopyStore final : public std::enable_shared_from_this<CopyStore> {
   StoredCopyPtr make(Bytes bytes);
   /// Why copies cannot go to the disk, or why the last one did not, for messages; else empty.
   std::string obstacle() const;
-  /// Stops keeping host memory for next copies.
-  void close() noexcept { buffers_->close(); }
+  /// Stops keeping host memory and room on the disk for next copies.
+  void close() noexcept;
   CopyStatistics statistics() const;
 
  private:
@@ -92,19 +91,11 @@ class CopyStore final : public std::enable_shared_from_this<CopyStore> {
     std::string folder;
     std::shared_ptr<FileOperations> files;
   };
-  /// The file, and what moves bytes there.
-  struct Disk {
-    Disk(const std::string& folder, FileOperations& files) : file(folder, files), lane(file, kDiskThreads) {}
-    SpillFile file;
-    DiskLane lane;
-  };
 
-  Disk& disk();
+  std::shared_ptr<CopyDisk> disk();
   void note_write(std::string error);  // empty after a success
-  std::int32_t take_extent(Bytes bytes);
-  void free_extent(std::int32_t extent) noexcept;
+  static void count_moved(const CopyDisk& disk, CopyStatistics& statistics);
 
-  const std::shared_ptr<HostArena> arena_;
   const std::shared_ptr<HostBuffers> buffers_;
   const std::shared_ptr<WorkingMemory> departing_;
   const std::shared_ptr<WorkingMemory> returning_;
@@ -112,9 +103,9 @@ class CopyStore final : public std::enable_shared_from_this<CopyStore> {
   std::optional<Limit> limit_;
   Bytes chunk_bytes_ = 0;  // 0: no disk
   mutable std::mutex mutex_;
-  std::unique_ptr<Disk> disk_;
-  std::multimap<Bytes, std::int32_t> free_extents_;  // by size
-  Bytes disk_bytes_ = 0;
+  std::shared_ptr<CopyDisk> disk_;
+  std::weak_ptr<CopyDisk> given_up_;
+  CopyStatistics moved_;  // until it was given up
   std::string failed_write_;
 };
 
