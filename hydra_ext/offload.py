@@ -61,11 +61,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         device: ``"cuda"``, ``"cuda:1"``, ``"simulated"`` or a :class:`SimulatedDevice`. ``None`` takes CUDA if there is
             one, otherwise a simulated device.
         blocks: Modules, or their names, that move as one. Other blocks are found by size.
-        host_budget: Host bytes for weights, gradients, optimizer state and working memory together. The rest goes to
-            the disk: state before gradients, gradients before weights. The optimizer, if any, has to be one of
-            :mod:`hydra_ext.optim`. Tensors that ``run.sync()``, ``state_dict()`` and operations outside the model
-            bring back to the host come on top. So do saved tensors that leave the device, and everything that the end
-            of the context brings back.
+        host_budget: Host bytes for weights, gradients, optimizer state, saved tensors that have left the device, and
+            working memory together. The rest goes to the disk: state before gradients, gradients before weights. Saved
+            tensors get the room that these leave, and go to the disk beyond it. The optimizer, if any, has to be one
+            of :mod:`hydra_ext.optim`. Tensors that ``run.sync()``, ``state_dict()`` and operations outside the model
+            bring back to the host come on top. So does everything that the end of the context brings back.
         spill_dir: Folder for the rest, on a disk of this machine. It is made if it does not exist. The file in it has
             no name, is readable for this user alone, and is gone however the process ends.
         param_dtype: Dtype in which weights move and compute; by default the model's own.
@@ -74,8 +74,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             plans what stays, what leaves and what is computed again, so that steps fit the budget and are fast; see
             :meth:`Run.plan`. ``hydra_ext.Auto(...)`` is the same with an option. Hooks on saved tensors that are active
             around a forward take precedence. A policy such as ``hydra_ext.Offload()``, or one for each module, as
-            :class:`hydra_ext.stash` takes it, is kept to. None leaves all of them on the device, and so does ``"auto"``
-            with a ``host_budget``.
+            :class:`hydra_ext.stash` takes it, is kept to. None leaves all of them on the device.
         process_group: Ranks that train copies of this model together. None takes torch.distributed's default group if
             it is initialised and has several ranks; False takes none. The copies have to be alike. They begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``; give the optimizers equal states.
@@ -137,12 +136,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._grad_dtype = grad_dtype
         check_group(process_group)
         self._process_group = process_group
-        # What leaves the device is not counted against a host budget, so nothing leaves unless the user says so.
-        chosen = Auto() if activations == "auto" else activations
-        self._activations = None if isinstance(chosen, Auto) and self._host_limit is not None else chosen
-        if chosen is not None and not isinstance(chosen, Auto):
-            default_policy(chosen)  # raises InvalidArgument for an invalid policy
-            policies_of(chosen, model)
+        self._activations = Auto() if activations == "auto" else activations
+        if self._activations is not None and not isinstance(self._activations, Auto):
+            default_policy(self._activations)  # raises InvalidArgument for an invalid policy
+            policies_of(self._activations, model)
         self._checks = checks or Checks()
         self._run: Run | None = None
         _refuse_unsupported(model)
@@ -195,6 +192,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         )
         try:
             spilling = self._make_spilling(core, replicas)
+            if stash is not None and spilling is not None:
+                spilling.limit(stash)
             move_in(core, self._model, self._layout.blocks, replicas, spilling)
         except BaseException:  # re-raised: the core has no other owner yet
             core.close()
@@ -231,6 +230,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             self._host_limit,
             slot_bytes=lambda number: _slot_bytes(blocks[number].parameters, self._param_dtype),
             gradients_stay=replicas is not None,
+            saved_leave=self._activations is not None,
         )
 
     def _make_heads(self) -> Heads | None:

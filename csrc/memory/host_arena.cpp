@@ -107,13 +107,15 @@ HostArena::HostArena(Pinner* pinner) noexcept : pinner_(pinner), owner_process_(
 
 HostArena::~HostArena() { unpin_all(); }
 
+Bytes HostArena::mapped_for(Bytes bytes) noexcept { return round_up(bytes, system_page()); }
+
 void* HostArena::allocate(Bytes bytes) {
   HYDRA_EXPECT(bytes > 0, StateError, "cannot allocate " + std::to_string(bytes) + " bytes: ask for at least one");
   HYDRA_EXPECT(!in_forked_child(), StateError,
                "this host arena belongs to process " + std::to_string(owner_process_) +
                    "; create another one in the forked child");
   constexpr Bytes kMost = std::numeric_limits<Bytes>::max() / 2;
-  const Bytes mapped = round_up(std::min(bytes, kMost), system_page());
+  const Bytes mapped = mapped_for(std::min(bytes, kMost));
   Mapping mapping(mapped);
   const int reason = errno;
   HYDRA_EXPECT(mapping.begin() != nullptr, OutOfMemory,

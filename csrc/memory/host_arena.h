@@ -35,6 +35,8 @@ class HostArena final : public Resource {
 
   void* allocate(Bytes bytes) override;
   void release(void* pointer, Bytes bytes) noexcept override;
+  /// The bytes that a region of this size maps.
+  static Bytes mapped_for(Bytes bytes) noexcept;
 
   /// Un-pins every region, and lets forked children inherit them again. Memory stays where it is.
   /// Called at the end of a context whose parameters stay in the arena.

@@ -79,6 +79,8 @@ struct ActivationMachine {
   double to_host = std::numeric_limits<double>::infinity();
   Bytes host_bytes = std::numeric_limits<Bytes>::max();  // for activations
   double update_seconds = 0;                             // of the optimizer, behind the next step's forward
+  // Bytes a second, each way, of activations that `host_bytes` cannot hold. 0: no treatment may need it.
+  double disk = 0;
 };
 
 /// What decides how a step runs.

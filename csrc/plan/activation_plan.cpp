@@ -46,6 +46,7 @@ void check_activation_problem(const ActivationProblem& problem) {
   }
   HYDRA_EXPECT(problem.machine.to_device > 0 && problem.machine.to_host > 0, PlanError,
                "the lanes need more than 0 bytes a second");
+  HYDRA_EXPECT(problem.machine.disk >= 0, PlanError, "the disk has less than 0 bytes a second");
   HYDRA_EXPECT(std::isfinite(problem.machine.update_seconds) && problem.machine.update_seconds >= 0, PlanError,
                "the optimizer's seconds are negative or not finite");
   for (const SegmentChain& segments : problem.cuts) {
@@ -386,7 +387,7 @@ class ActivationSearch {
     }
     const ActivationMachine& machine = problem_.machine;
     work_ -= static_cast<std::int64_t>(segments.size()) + 40;
-    if (peak_bytes(segments, treatment) > machine.budget || host_bytes(segments, treatment) > machine.host_bytes) {
+    if (peak_bytes(segments, treatment) > machine.budget || !fits_host(segments, treatment, machine)) {
       return kNoSeconds;
     }
     const auto [known, is_new] = seen_.try_emplace(key_of(cut, treatment), kNoSeconds);

@@ -49,15 +49,21 @@ class StepRun {
         resident_(segments.size(), 0) {
     visits_.reserve(segments.size());
     Bytes kept = treatment.stash_bytes;
+    Bytes off_device = 0;
     for (std::size_t i = 0; i < segments.size(); ++i) {
       const ActivationSegment& segment = segments[i];
       const ActivationOption option = treatment.options[i];
       const Bytes moved = moved_bytes(segment, option);
+      const Bytes of_round = treatment.round_size * moved;
+      off_device += of_round;
+      const Bytes on_disk = std::clamp<Bytes>(off_device - machine.host_bytes, 0, of_round);
+      const double disk = on_disk > 0 ? static_cast<double>(on_disk) / treatment.round_size / machine.disk : 0;
       const double coding = option == ActivationOption::kCompress ? segment.coding->seconds / 2 : 0;
       const double again = runs_again(option) ? segment.forward_seconds : 0;
       visits_.push_back({machine.budget - kept - needed_bytes(segment, option, treatment.round_size), moved,
                          segment.forward_seconds + coding, segment.backward_seconds + again + coding,
-                         static_cast<double>(moved) / machine.to_host, static_cast<double>(moved) / machine.to_device});
+                         static_cast<double>(moved) / machine.to_host + disk,
+                         static_cast<double>(moved) / machine.to_device + disk});
       kept += treatment.round_size * kept_bytes(segment, option);
     }
   }
@@ -316,6 +322,11 @@ Bytes host_bytes(const std::vector<ActivationSegment>& segments, const Activatio
     moved += treatment.round_size * moved_bytes(segments[i], treatment.options[i]);
   }
   return moved;
+}
+
+bool fits_host(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment,
+               const ActivationMachine& machine) {
+  return machine.disk > 0 || host_bytes(segments, treatment) <= machine.host_bytes;
 }
 
 SimulatedStep simulate_step(const std::vector<ActivationSegment>& segments, const ActivationMachine& machine,

@@ -17,8 +17,9 @@
 // are used last leave first, in part if that is enough, so that more room is never slower. They come one segment ahead
 // if there is room. What is saved leaves while forward goes on,
 // as long as the stash has room; else forward waits. Backward's bytes come in the order of their use, as far ahead as
-// the stash has room. Gradients leave after each backward of a segment. The optimizer's seconds count as far as they
-// exceed the forward that they run behind.
+// the stash has room. The segments that come first fill the host. What it cannot hold takes the disk's seconds on top
+// of the lane's, each way. Gradients leave after each backward of a segment. The optimizer's seconds count as far as
+// they exceed the forward that they run behind.
 //
 // A record says what compute and the lanes do when. It changes no result.
 //
@@ -44,8 +45,11 @@ Bytes needed_bytes(const ActivationSegment& segment, ActivationOption option, in
 
 /// The most bytes on the device at once, without weights that stay only because there is room.
 Bytes peak_bytes(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment);
-/// Bytes that are on the host at once.
+/// Bytes that are off the device at once.
 Bytes host_bytes(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment);
+/// Whether the host can hold them, or has a disk.
+bool fits_host(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment,
+               const ActivationMachine& machine);
 
 struct SimulatedStep {
   double seconds = 0;

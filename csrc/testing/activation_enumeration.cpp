@@ -40,7 +40,7 @@ double least_activation_seconds(const ActivationProblem& problem) {
       do {
         const ActivationTreatment treatment = {options, round_size, stash_bytes};
         if (allow(segments, treatment) && peak_bytes(segments, treatment) <= problem.machine.budget &&
-            host_bytes(segments, treatment) <= problem.machine.host_bytes) {
+            fits_host(segments, treatment, problem.machine)) {
           least = std::min(least, simulate_step(segments, problem.machine, problem.microbatches, treatment).seconds);
         }
       } while (advance(options));

@@ -9,7 +9,7 @@ namespace hydra {
 namespace {
 
 void expect_valid(const Segment& segment, bool known) {
-  const bool has_memory = segment.destination != nullptr && (segment.source != nullptr || !known);
+  const bool has_memory = !known || (segment.destination != nullptr && segment.source != nullptr);
   HYDRA_EXPECT(
       segment.bytes == 0 || (segment.bytes > 0 && has_memory), StateError,
       "a segment of " + std::to_string(segment.bytes) + " bytes lacks its source, its destination, or a valid size");

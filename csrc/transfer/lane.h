@@ -37,7 +37,7 @@ struct Job {
   /// The lane waits for these before the first byte moves. Null entries are allowed.
   std::vector<FencePtr> fences;
   std::function<void()> before;
-  /// Fills in sources that were unknown, and null, at submission. Must not change the number of bytes.
+  /// Fills in addresses that were unknown, and null, at submission. Must not change the number of bytes.
   std::function<void(std::vector<Segment>&)> locate;
   std::function<void()> after;
 
@@ -50,9 +50,9 @@ struct Job {
   }
 };
 
-/// Throws StateError if a segment lacks its destination, a valid size, or, without `locate`, its source.
+/// Throws StateError if a segment lacks a valid size or, without `locate`, its source or destination.
 void expect_memory(const Job& job);
-/// Runs `before` and `locate`. Throws their errors, and StateError if a source is still missing.
+/// Runs `before` and `locate`. Throws their errors, and StateError if an address is still missing.
 void prepare_job(Job& job);
 
 /// Counted where the bytes are copied. `jobs` counts jobs that have ended, including failed ones. `busy_seconds` is

@@ -29,6 +29,7 @@ __all__: list[str] = [
     "CheckpointClass",
     "CheckpointPlan",
     "CheckpointStepKind",
+    "CopyStatistics",
     "DISK_ALIGNMENT",
     "DISK_LEAST_BYTES",
     "DISK_WORKING_SETS",
@@ -65,6 +66,8 @@ __all__: list[str] = [
     "PlannedStage",
     "RecomputeScope",
     "RoundStay",
+    "STASH_LEAST_BYTES",
+    "STASH_WORKING_BYTES",
     "SavedDigest",
     "SavedTensor",
     "Schedule",
@@ -379,6 +382,9 @@ class LaneStatistics:
     def failures(self) -> int: ...
     @property
     def jobs(self) -> int: ...
+
+class FileOperations:
+    pass
 
 class FaultInjector:
     pass
@@ -1153,6 +1159,25 @@ class StashPass:
     @property
     def saved_bytes(self) -> int: ...
 
+class CopyStatistics:
+    """
+    Copies off the device, in host memory and on the disk.
+    """
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def peak_host_bytes(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def reading_seconds(self) -> float: ...
+    @property
+    def writing_seconds(self) -> float: ...
+    @property
+    def written_bytes(self) -> int: ...
+
 class LayerFigures:
     @property
     def bound(self) -> float: ...
@@ -1241,6 +1266,7 @@ class Stash:
         What the calling thread saves in this stash is treated so, and counted for that part, until its end_scope().
         """
     def close(self) -> None: ...
+    def copies(self) -> CopyStatistics: ...
     def end_scope(self, key: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def exact(self) -> dict[str, tuple[int, int]]:
         """
@@ -1249,6 +1275,12 @@ class Stash:
     def last_pass(self) -> StashPass | None:
         """
         The last one that has ended.
+        """
+    def limit_host(
+        self, bytes: typing.SupportsInt | typing.SupportsIndex, folder: str, files: FileOperations = None
+    ) -> None:
+        """
+        Host bytes of copies, and the folder for the others. Called once, before the first is made.
         """
     def pack(self, tensor: torch.Tensor) -> SavedTensor: ...
     def parts(self) -> dict[int, StashPart]: ...
@@ -1448,9 +1480,6 @@ class HomeStatistics:
     def returned(self) -> int: ...
     @property
     def settled(self) -> int: ...
-
-class FileOperations:
-    pass
 
 class DiskStatistics:
     @property
@@ -1793,6 +1822,7 @@ def plan_activations(
     update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     round_sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
     effort: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+    disk: typing.SupportsFloat | typing.SupportsIndex = 0.0,
 ) -> ActivationPlan:
     """
     The fastest treatment found that fits. Lanes are in bytes a second. No round_sizes: all that are worth trying.
@@ -1848,6 +1878,8 @@ def record_step(
     to_device: typing.SupportsFloat | typing.SupportsIndex = ...,
     to_host: typing.SupportsFloat | typing.SupportsIndex = ...,
     update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    host_bytes: typing.SupportsInt | typing.SupportsIndex = 9223372036854775807,
+    disk: typing.SupportsFloat | typing.SupportsIndex = 0.0,
 ) -> StepRecord:
     """
     The record of the step that simulate_activations simulates.
@@ -1881,6 +1913,8 @@ def simulate_activations(
     to_device: typing.SupportsFloat | typing.SupportsIndex = ...,
     to_host: typing.SupportsFloat | typing.SupportsIndex = ...,
     update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    host_bytes: typing.SupportsInt | typing.SupportsIndex = 9223372036854775807,
+    disk: typing.SupportsFloat | typing.SupportsIndex = 0.0,
 ) -> tuple[float, float, float, float, int]:
     """
     Seconds of the step, of compute, of the lanes to device and host, and the peak's bytes.
@@ -1933,3 +1967,5 @@ DISK_ALIGNMENT: int = 4096
 DISK_LEAST_BYTES: int = 16384
 DISK_WORKING_SETS: int = 3
 PAGE_ALIGNMENT: int = 512
+STASH_LEAST_BYTES: int = 20480
+STASH_WORKING_BYTES: int = 41943040

@@ -97,6 +97,29 @@ class PartReport:
 
 
 @dataclass(frozen=True)
+class CopiesReport:
+    """Where intervals are that have left the device.
+
+    Attributes:
+        peak_host_bytes: Most bytes of host memory at one time, with memory kept for next copies and on the way to the
+            disk.
+        disk_bytes: Bytes on the disk now.
+        disk_written_bytes: Bytes written to the disk.
+        disk_read_bytes: Bytes read from the disk.
+    """
+
+    peak_host_bytes: int
+    disk_bytes: int
+    disk_written_bytes: int
+    disk_read_bytes: int
+
+    def __str__(self) -> str:
+        sizes = {name: _C.human_bytes(size) for name, size in asdict(self).items()}
+        disk = f"; {sizes['disk_bytes']} on the disk, {sizes['disk_written_bytes']} written"
+        return f"at most {sizes['peak_host_bytes']}{disk if self.disk_written_bytes else ''}"
+
+
+@dataclass(frozen=True)
 class StashReport:
     """Time, byte and event counts of a stash since it was made.
 
@@ -118,6 +141,7 @@ class StashReport:
         peak_held_bytes: Largest value of ``held_bytes``.
         resident_bytes: Bytes of intervals on the device now that ``Offload("conv")`` leaves there.
         host_bytes: Bytes of host memory in use now.
+        copies: Where intervals are that have left the device.
         recomputed: Number of calls that ``hydra_ext.Recompute()`` has repeated in backward.
         chosen: Choice of ``Offload("dynamic")``: "keep", "conv" or "all". None while it tries, and with other policies.
         layers: Layers whose inputs may be stored inexactly under :class:`hydra_ext.Compress`.
@@ -143,6 +167,7 @@ class StashReport:
     peak_held_bytes: int
     resident_bytes: int
     host_bytes: int
+    copies: CopiesReport
     recomputed: int
     chosen: str | None = None
     layers: tuple[LayerReport, ...] = ()
@@ -158,7 +183,7 @@ class StashReport:
         chosen: str | None,
         names: Sequence[str],
     ) -> StashReport:
-        figures = core.statistics()
+        figures, copies = core.statistics(), core.copies()
         return StashReport(
             tensors=figures.tensors,
             kept=figures.kept,
@@ -177,6 +202,12 @@ class StashReport:
             peak_held_bytes=figures.peak_held_bytes,
             resident_bytes=figures.resident_bytes,
             host_bytes=figures.host_bytes,
+            copies=CopiesReport(
+                peak_host_bytes=copies.peak_host_bytes,
+                disk_bytes=copies.disk_bytes,
+                disk_written_bytes=copies.written_bytes,
+                disk_read_bytes=copies.read_bytes,
+            ),
             recomputed=recomputed,
             chosen=chosen,
             layers=tuple(layers),
@@ -195,7 +226,7 @@ class StashReport:
             f"moved    {sizes['to_host_bytes']} to the host, {sizes['to_device_bytes']} back "
             f"({self.prefetched} intervals ahead of time); {self.stayed} could not leave",
             f"held     {sizes['held_bytes']} on the device, at most {sizes['peak_held_bytes']}; "
-            f"{sizes['host_bytes']} on the host",
+            f"{sizes['host_bytes']} on the host, {self.copies}",
             f"waited   {self.waited_for_room_seconds:.3f} s for room, {self.waited_in_backward_seconds:.3f} s in "
             "backward",
         ]

@@ -167,6 +167,10 @@ class Saving:
             names=[name for name, _ in self._parts],
         )
 
+    def copies(self) -> _C.CopyStatistics:
+        """What has left the device. Waits for nothing."""
+        return self._core.copies()
+
     @property
     def learns(self) -> bool:
         """Whether the saved tensors depend on measurements of earlier steps."""

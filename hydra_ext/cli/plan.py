@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--microbatches", type=int, default=4, help="microbatches of a step (default: %(default)s)")
     model.add_argument("--round-size", type=int, help="microbatches that run together; by default the best number")
     model.add_argument("--host-budget", help="host memory for training, such as 64GiB; the rest is on the disk")
+    model.add_argument("--disk", help="bytes a second of the disk, such as 2GB, for activations beyond --host-budget")
     model.add_argument("--state-bytes", type=float, help="optimizer state a parameter (default: that of AdamW)")
     model.add_argument("--png", type=Path, metavar="FILE", help="draw the step's memory and what each lane does when")
     model.add_argument("--dtype", choices=_STATE_BYTES, default="bfloat16", help="of weights (default: %(default)s)")
@@ -118,6 +119,7 @@ def _on_one_device(options: argparse.Namespace, model: Any, batch: Any, fn: Any)
             optimizer=_state_bytes(options),
             device=options.gpu,
             link=options.link,
+            disk=options.disk,
         )
     except (BudgetTooSmall, HostBudgetTooSmall) as error:
         return str(error)

@@ -127,9 +127,18 @@ def link_of(link: float | str | None, card: Card | None) -> float:
     """
     if link is None:
         return math.inf if card is None else card.link_bytes_per_second
-    speed = float(parse_bytes(link, named="link")) if isinstance(link, str) else float(link)
+    return bytes_per_second(link, named="link")
+
+
+def bytes_per_second(given: float | str, *, named: str) -> float:
+    """The speed that an argument says.
+
+    Raises:
+        InvalidArgument: The number is not positive.
+    """
+    speed = float(parse_bytes(given, named=named)) if isinstance(given, str) else float(given)
     if not speed > 0:
-        raise InvalidArgument(f"link={link!r}: nothing could move; give bytes a second, such as '25GB'")
+        raise InvalidArgument(f"{named}={given!r}: nothing could move; give bytes a second, such as '25GB'")
     return speed
 
 

@@ -23,6 +23,7 @@ from hydra_ext import _C
 from hydra_ext.activations.groups import Span
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
+from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.rounds.choice import Decision
 from hydra_ext.tracing import nothing_traced
 
@@ -111,16 +112,18 @@ class Fit:
         owner: The run.
         saving: Its stash.
         heads: Its model's, which run in rows where they do not fit.
+        spilling: What keeps the host within its budget; None without one.
 
     Attributes:
         heads: As given.
         applied: The step as it runs now; None before a plan, or if none fits.
     """
 
-    def __init__(self, owner: FitOwner, saving: Saving, heads: Heads) -> None:
+    def __init__(self, owner: FitOwner, saving: Saving, heads: Heads, spilling: Spilling | None = None) -> None:
         self._owner = owner
         self.heads = heads
         self._saving = saving
+        self._spilling = spilling
         self._planner: StepPlanner | None = None
         # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
         self._rung = Rung.MEASURED if owner.device.type == "cuda" else Rung.GIVEN
@@ -137,7 +140,7 @@ class Fit:
         if self._planner is None:
             from hydra_ext.runtime.step_planner import StepPlanner
 
-            self._planner = StepPlanner(self._owner)
+            self._planner = StepPlanner(self._owner, self._saving, self._spilling)
         return self._planner
 
     def answer(self) -> Plan | None:

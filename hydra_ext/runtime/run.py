@@ -100,7 +100,7 @@ class Run:
         self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
-        self.fit = None if saving is None or heads is None else Fit(weakref.proxy(self), saving, heads)
+        self.fit = None if saving is None or heads is None else Fit(weakref.proxy(self), saving, heads, spilling)
         self._stepper = Stepper(self, layout.sites, self.fit or Choice(budget, largest))
         self._checkpoint = RunCheckpoint(self, saving, spilling)
         self.closed = False

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from hydra_ext import _C
 from hydra_ext.activations.profiler import Profiler
+from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Block
 from hydra_ext.errors import PlanError
-from hydra_ext.plan.steps.problem import StepProblem, StepSetting
+from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.profile.figures import BlockFigures
 from hydra_ext.runtime.fit import STRICT, FitOwner
 from hydra_ext.runtime.placement.residents import buffer_bytes
+from hydra_ext.runtime.placement.spilling import Spilling
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +100,13 @@ class StepPlanner:
         slowness: Seconds of compute for each one of the profile.
     """
 
-    def __init__(self, owner: FitOwner) -> None:
+    def __init__(self, owner: FitOwner, saving: Saving, spilling: Spilling | None) -> None:
         self._owner = owner
+        self._saving = saving
+        self._spilling = spilling
         self._budget = owner.budget
         self._share = _CUDA_SHARE if owner.device.type == "cuda" else _SHARE
-        self._lanes: tuple[_LaneSpeed, _LaneSpeed] = (_LaneSpeed(), _LaneSpeed())
+        self._lanes = [_LaneSpeed()] * 3  # to the device, to the host, and the disk's
         self.profile: Profile | None = None
         self.profiler: Profiler | None = None
         self.slowness = 1.0
@@ -113,10 +117,12 @@ class StepPlanner:
         in_use = lambda: owner.activation_bytes()  # noqa: E731 - the method itself would hold the run
         self.profiler = Profiler(owner.model, owner.layout, owner.core, in_use, owner.device)
         backend = owner.core.memory.backend
-        self._lanes = (
-            _LaneSpeed(lambda: backend.to_device_statistics),
-            _LaneSpeed(lambda: backend.to_host_statistics),
-        )
+        saving = self._saving
+        self._lanes = [
+            _LaneSpeed(lambda: _moved(backend.to_device_statistics)),
+            _LaneSpeed(lambda: _moved(backend.to_host_statistics)),
+            _LaneSpeed(lambda: _moved_by_disk(saving.copies())),
+        ]
         return self.profiler
 
     def settle(self, *, tighten: bool) -> None:
@@ -142,7 +148,7 @@ class StepPlanner:
         """The best plan with one of these sizes of rounds; None if none fits the budget."""
         if self.profile is None:
             return None
-        to_device, to_host = (lane.bytes_per_second() for lane in self._lanes)
+        to_device, to_host, disk = (lane.bytes_per_second() for lane in self._lanes)
         setting = StepSetting(
             microbatches=microbatches,
             to_device=to_device,
@@ -152,7 +158,7 @@ class StepPlanner:
             recompute=recompute,
             slowness=self.slowness,
         )
-        problem = StepProblem(self.profile, setting)
+        problem = StepProblem(self.profile, setting, self._homes(disk))
         try:
             found = problem.solve(int(self._budget * self._share))
         except PlanError as error:
@@ -162,18 +168,32 @@ class StepPlanner:
         room = found.stash_bytes + found.round_size * problem.kept_bytes(found)
         return PlannedStep(problem, found, self._budget if keeps_all else max(STRICT, room))
 
+    def _homes(self, disk: float) -> Homes | None:
+        """What the host holds beside saved tensors, under a host budget."""
+        if self._spilling is None:
+            return None
+        known = 0.0 if disk == math.inf else disk
+        return Homes(nbytes=self._spilling.plan.total, host_budget=self._spilling.budget, disk=known)
+
+
+def _moved(lane: _C.LaneStatistics) -> tuple[int, float]:
+    return lane.bytes, lane.busy_seconds
+
+
+def _moved_by_disk(copies: _C.CopyStatistics) -> tuple[int, float]:
+    return copies.written_bytes + copies.read_bytes, copies.writing_seconds + copies.reading_seconds
+
 
 class _LaneSpeed:
-    """The speed of a lane, from what it moves between two moments."""
+    """The speed of a lane, from the bytes that it moves between two moments, and the seconds in which it does."""
 
-    def __init__(self, statistics: Callable[[], _C.LaneStatistics] | None = None) -> None:
-        self._statistics = statistics
-        self._before = None if statistics is None else statistics()
+    def __init__(self, moved: Callable[[], tuple[int, float]] | None = None) -> None:
+        self._moved = moved
+        self._before = None if moved is None else moved()
 
     def bytes_per_second(self) -> float:
         """Infinite if too little has moved."""
-        if self._statistics is None or self._before is None:
+        if self._moved is None or self._before is None:
             return math.inf
-        now = self._statistics()
-        moved, busy = now.bytes - self._before.bytes, now.busy_seconds - self._before.busy_seconds
+        moved, busy = (now - before for now, before in zip(self._moved(), self._before, strict=True))
         return moved / busy if moved >= _LEAST_SAMPLE and busy > 0 else math.inf

@@ -208,6 +208,7 @@ def test_a_picture_without_matplotlib(
         ([*SMALL, "--batch", "many"], "no shape"),
         ([*SMALL, "--gpu", "abacus"], "rtx4090-24"),
         ([*SMALL, "--batch", "16x8", "--link", "0GB"], "link"),
+        ([*SMALL, "--batch", "16x8", "--disk", "0GB"], "disk"),
         ([*SMALL, "--batch", "16x9"], "fails with --batch 16x9: RuntimeError"),
         ([*SMALL, "--batch", "0x8"], "no shape"),
         ([*SMALL, "--batch", "16x8", "--gpus", "0"], "--gpus 0: give a number of cards"),

@@ -62,6 +62,40 @@ def test_a_plan_is_what_the_simulation_of_its_treatment_says() -> None:
     assert tuple(times) == simulated
 
 
+@pytest.mark.parametrize("round_size", [1, 2])
+@pytest.mark.parametrize("on_host", [0, 50, 100, 130, 300, 600, 10_000])
+def test_what_the_host_cannot_hold_takes_the_seconds_of_the_disk(on_host: int, round_size: int) -> None:
+    def seconds(**given: Any) -> float:
+        return _C.simulate_activations(
+            [segment()] * 3,
+            options=[OFFLOAD] * 3,
+            round_size=round_size,
+            stash_bytes=0,  # nothing overlaps
+            microbatches=2,
+            budget=1000,
+            to_device=50.0,
+            to_host=40.0,
+            **given,
+        )[0]
+
+    over = max(0, 300 * round_size - on_host)  # bytes of each round
+    found = seconds(host_bytes=on_host, disk=20.0)
+    assert found == pytest.approx(seconds() + 2 / round_size * 2 * over / 20)
+
+
+def test_with_a_disk_the_host_limits_no_plan_but_makes_moving_dearer() -> None:
+    given: dict[str, Any] = {"microbatches": 1, "budget": 250, "to_device": 1e3, "to_host": 1e3}
+    cuts = [[segment(recompute=_C.RecomputeScope.ALONE)] * 3]
+    with pytest.raises(PlanError, match="on the host"):
+        _C.plan_activations([[segment()] * 3], **given, host_bytes=50)
+    plans = [_C.plan_activations(cuts, **given, host_bytes=0, disk=disk) for disk in (1e9, 1e3, 1.0)]
+    assert OFFLOAD in plans[0].options
+    assert OFFLOAD not in plans[2].options, "to run again takes a second, and to move takes 200"
+    assert plans[0].seconds < plans[1].seconds < plans[2].seconds
+    with pytest.raises(PlanError, match="the disk has less than 0"):
+        _C.plan_activations(cuts, **given, disk=-1.0)
+
+
 def test_the_same_problem_has_the_same_plan() -> None:
     cuts = [[segment(saved_fresh=50 + 37 * i % 90, forward_seconds=1 + 0.3 * (i % 5)) for i in range(40)]]
     plans = [

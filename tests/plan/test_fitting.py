@@ -172,6 +172,10 @@ def test_a_host_that_cannot_hold_what_has_to_leave() -> None:
     assert plan.disk_bytes > 0
     with pytest.raises(HostBudgetTooSmall):
         planned(model, **options, host_budget=int(0.9 * needed))
+    fast, slow = (planned(model, **options, host_budget=int(0.9 * needed), disk=disk) for disk in (1e12, "1MB"))
+    assert fast.seconds < slow.seconds
+    assert fast.host_bytes == int(0.9 * needed)
+    assert fast.disk_bytes > 0
 
 
 def test_a_given_round_size_is_kept() -> None:
@@ -200,6 +204,9 @@ def test_an_operation_that_exceeds_the_budget() -> None:
         ({"link": 0}, InvalidArgument, "nothing could move"),
         ({"link": float("nan")}, InvalidArgument, "nothing could move"),
         ({"link": "0GB"}, InvalidBudget, "link"),
+        ({"disk": 0}, InvalidArgument, "disk=0: nothing could move"),
+        ({"disk": float("nan")}, InvalidArgument, "disk=nan"),
+        ({"disk": "0GB"}, InvalidBudget, "disk"),
         ({"microbatches": 0}, InvalidArgument, "at least one"),
         ({"microbatches": 5000}, PlanError, "1 to 1023 microbatches"),
         ({"round_size": 5}, InvalidArgument, "round_size=5 contradicts microbatches=4"),

@@ -211,6 +211,19 @@ def test_a_plan_has_the_timeline_of_its_seconds_and_bytes(tight: Plan) -> None:
     assert {"recompute", "stash", "weights", "gradients"} <= {each.kind for each in intervals}
 
 
+def test_what_goes_to_the_disk_takes_as_long_as_the_plan_says(tight: Plan) -> None:
+    options: dict[str, Any] = {"budget": tight.budget, "microbatches": 3, "recompute": False, "host_budget": "1MiB"}
+    plan, fast = (planned(**options, disk=disk) for disk in (LINK / 4, 1e15))
+    intervals = plan.timeline().intervals
+    assert max(each.end for each in intervals) == plan.seconds > fast.seconds
+    for lane, seconds in plan.lanes.items():
+        assert spent_in(intervals, lane) == pytest.approx(seconds)
+    sent = [each for each in intervals if (each.lane, each.kind) == ("to host", "stash")]
+    assert sent
+    for each in sent:  # all of it: weights and gradients alone fill the host
+        assert each.end - each.begin == pytest.approx(each.nbytes / LINK + each.nbytes / (LINK / 4))
+
+
 def test_memory_over_the_step_is_that_of_each_round(tight: Plan) -> None:
     for plan in (tight, planned(budget="4MiB", microbatches=3, round_size=2)):
         memory = plan.timeline().memory

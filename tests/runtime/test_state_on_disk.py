@@ -63,6 +63,7 @@ def context_of(
         spill_dir=folder,
         blocks=list(model.children()),
         device=SimulatedDevice(),
+        activations=None,  # they would share the host budget
         checks=Checks(poison_hosts=poison, spill_files=files),
     )
 

@@ -52,17 +52,20 @@ ActivationSegment make_segment(double forward_seconds, double backward_seconds, 
 }
 
 ActivationProblem make_problem(std::vector<SegmentList> cuts, int microbatches, Bytes budget, double to_device,
-                               double to_host, Bytes host_bytes, double update_seconds, std::vector<int> round_sizes) {
-  return {
-      std::move(cuts), microbatches, {budget, to_device, to_host, host_bytes, update_seconds}, std::move(round_sizes)};
+                               double to_host, Bytes host_bytes, double update_seconds, std::vector<int> round_sizes,
+                               double disk = 0) {
+  return {std::move(cuts),
+          microbatches,
+          {budget, to_device, to_host, host_bytes, update_seconds, disk},
+          std::move(round_sizes)};
 }
 
 std::tuple<double, double, double, double, Bytes> simulate(SegmentList segments, std::vector<ActivationOption> options,
                                                            int round_size, Bytes stash_bytes, int microbatches,
                                                            Bytes budget, double to_device, double to_host,
-                                                           double update_seconds) {
-  const ActivationProblem problem =
-      make_problem({std::move(segments)}, microbatches, budget, to_device, to_host, kAllBytes, update_seconds, {});
+                                                           double update_seconds, Bytes host_bytes, double disk) {
+  const ActivationProblem problem = make_problem({std::move(segments)}, microbatches, budget, to_device, to_host,
+                                                 host_bytes, update_seconds, {}, disk);
   const ActivationPlan plan = judge_activations(problem, 0, {std::move(options), round_size, stash_bytes});
   return {plan.step.seconds, plan.step.compute_seconds, plan.step.to_device_seconds, plan.step.to_host_seconds,
           plan.peak_bytes};
@@ -109,20 +112,20 @@ void bind_activation_plan(py::module_& module) {
   module.def(
       "plan_activations",
       [](std::vector<SegmentList> cuts, int microbatches, Bytes budget, double to_device, double to_host,
-         Bytes host_bytes, double update_seconds, std::vector<int> round_sizes, double effort) {
+         Bytes host_bytes, double update_seconds, std::vector<int> round_sizes, double effort, double disk) {
         return plan_activations(make_problem(std::move(cuts), microbatches, budget, to_device, to_host, host_bytes,
-                                             update_seconds, std::move(round_sizes)),
+                                             update_seconds, std::move(round_sizes), disk),
                                 effort);
       },
       py::arg("cuts"), py::kw_only(), py::arg("microbatches"), py::arg("budget"),
       py::arg_v("to_device", kNoLimit, "float('inf')"), py::arg_v("to_host", kNoLimit, "float('inf')"),
       py::arg("host_bytes") = kAllBytes, py::arg("update_seconds") = 0.0, py::arg("round_sizes") = std::vector<int>(),
-      py::arg("effort") = 1.0, Released(),
+      py::arg("effort") = 1.0, py::arg("disk") = 0.0, Released(),
       "The fastest treatment found that fits. Lanes are in bytes a second. No round_sizes: all that are worth trying.");
   module.def("simulate_activations", &simulate, py::arg("segments"), py::kw_only(), py::arg("options"),
              py::arg("round_size"), py::arg("stash_bytes"), py::arg("microbatches"), py::arg("budget"),
              py::arg_v("to_device", kNoLimit, "float('inf')"), py::arg_v("to_host", kNoLimit, "float('inf')"),
-             py::arg("update_seconds") = 0.0, Released(),
+             py::arg("update_seconds") = 0.0, py::arg("host_bytes") = kAllBytes, py::arg("disk") = 0.0, Released(),
              "Seconds of the step, of compute, of the lanes to device and host, and the peak's bytes.");
   module.def("least_activation_budget", &least_of, py::arg("cuts"), py::kw_only(),
              py::arg("round_sizes") = std::vector<int>(), Released(), "The least budget that any treatment fits.");

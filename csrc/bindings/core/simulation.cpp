@@ -59,11 +59,11 @@ void bind_verifier(py::module_& module, py::class_<Schedule>& schedule_class) {
 
 StepRecord record_step(std::vector<ActivationSegment> segments, std::vector<ActivationOption> options, int round_size,
                        Bytes stash_bytes, int microbatches, Bytes budget, double to_device, double to_host,
-                       double update_seconds) {
+                       double update_seconds, Bytes host_bytes, double disk) {
   ActivationProblem problem;
   problem.cuts.push_back(std::move(segments));
   problem.microbatches = microbatches;
-  problem.machine = {budget, to_device, to_host, std::numeric_limits<Bytes>::max(), update_seconds};
+  problem.machine = {budget, to_device, to_host, host_bytes, update_seconds, disk};
   StepRecord record;
   judge_activations(problem, 0, {std::move(options), round_size, stash_bytes}, &record);
   return record;
@@ -122,8 +122,8 @@ void bind_step_record(py::module_& module) {
   module.def("record_step", &record_step, py::arg("segments"), py::kw_only(), py::arg("options"), py::arg("round_size"),
              py::arg("stash_bytes"), py::arg("microbatches"), py::arg("budget"),
              py::arg_v("to_device", kAnySpeed, "float('inf')"), py::arg_v("to_host", kAnySpeed, "float('inf')"),
-             py::arg("update_seconds") = 0.0, Released(),
-             "The record of the step that simulate_activations simulates.");
+             py::arg("update_seconds") = 0.0, py::arg("host_bytes") = std::numeric_limits<Bytes>::max(),
+             py::arg("disk") = 0.0, Released(), "The record of the step that simulate_activations simulates.");
 }
 
 }  // namespace hydra

@@ -1,4 +1,5 @@
 #include "csrc/bindings/bindings.h"
+#include "csrc/io/file_operations.h"
 #include "csrc/transfer/simulated_device.h"
 
 namespace py = pybind11;
@@ -11,6 +12,7 @@ void bind_transfer(py::module_& module) {
       .def_readonly("jobs", &LaneStatistics::jobs)
       .def_readonly("failures", &LaneStatistics::failures)
       .def_readonly("busy_seconds", &LaneStatistics::busy_seconds);
+  py::class_<FileOperations, std::shared_ptr<FileOperations>>(module, "FileOperations");
   py::class_<FaultInjector, std::shared_ptr<FaultInjector>>(module, "FaultInjector");
   py::class_<DeviceBackend, std::shared_ptr<DeviceBackend>>(module, "DeviceBackend")
       .def_property_readonly("name", &DeviceBackend::name)

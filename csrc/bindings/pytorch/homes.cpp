@@ -19,7 +19,6 @@ void bind_home_statistics(py::module_& module) {
   module.attr("DISK_ALIGNMENT") = kDiskAlignment;
   module.attr("DISK_LEAST_BYTES") = kLeastDiskBytes;
   module.attr("DISK_WORKING_SETS") = DiskHomes::kWorkingSets;
-  py::class_<FileOperations, std::shared_ptr<FileOperations>>(module, "FileOperations");
   py::class_<DiskStatistics>(module, "DiskStatistics")
       .def_property_readonly("state_bytes", [](const DiskStatistics& all) { return all.at_home_bytes[0]; })
       .def_property_readonly("weight_bytes", [](const DiskStatistics& all) { return all.at_home_bytes[1]; })

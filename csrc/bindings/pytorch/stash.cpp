@@ -48,6 +48,19 @@ void bind_treatments(py::module_& module) {
           py::arg("bounds"));
 }
 
+void bind_copies(py::module_& module) {
+  module.attr("STASH_LEAST_BYTES") = CopyStore::kLeastBytes;
+  module.attr("STASH_WORKING_BYTES") = CopyStore::kWorkingBytes;
+  py::class_<CopyStatistics>(module, "CopyStatistics", "Copies off the device, in host memory and on the disk.")
+      .def_readonly("host_bytes", &CopyStatistics::host_bytes)
+      .def_readonly("peak_host_bytes", &CopyStatistics::peak_host_bytes)
+      .def_readonly("disk_bytes", &CopyStatistics::disk_bytes)
+      .def_readonly("written_bytes", &CopyStatistics::written_bytes)
+      .def_readonly("read_bytes", &CopyStatistics::read_bytes)
+      .def_readonly("writing_seconds", &CopyStatistics::writing_seconds)
+      .def_readonly("reading_seconds", &CopyStatistics::reading_seconds);
+}
+
 }  // namespace
 
 void bind_stash(py::module_& module) {
@@ -74,6 +87,7 @@ void bind_stash(py::module_& module) {
       .def_readonly("number", &StashPass::number)
       .def_readonly("saved_bytes", &StashPass::saved_bytes)
       .def_readonly("peak_bytes", &StashPass::peak_bytes);
+  bind_copies(module);
   bind_treatments(module);
   py::class_<StashPart>(module, "StashPart", "What became of what a part of a model saved, in bytes.")
       .def_readonly("kept", &StashPart::kept)
@@ -99,6 +113,9 @@ void bind_stash(py::module_& module) {
           "end_scope", [](const Stash& stash, ScopeKey key) { end_scope(stash.identity(), key); }, py::arg("key"))
       .def("set_budget", &Stash::set_budget, py::arg("budget"),
            "None: as much as transfers need. Intervals above the budget leave.")
+      .def("limit_host", &Stash::limit_host, py::arg("bytes"), py::arg("folder"), py::arg("files") = nullptr,
+           "Host bytes of copies, and the folder for the others. Called once, before the first is made.")
+      .def("copies", &Stash::copies)
       .def("protect", &Stash::protect, py::arg("tensors"))
       .def("last_pass", &Stash::last_pass, "The last one that has ended.")
       .def("parts", &Stash::parts)

@@ -15,6 +15,7 @@
 #include "csrc/pytorch/memory/host_buffers.h"
 #include "csrc/pytorch/parameters/model_blocks.h"
 #include "csrc/pytorch/parameters/window_gate.h"
+#include "csrc/transfer/device_backend.h"
 
 namespace hydra {
 

@@ -2,11 +2,20 @@
 
 #include <algorithm>
 
+#include "csrc/base/errors.h"
+
 namespace hydra {
 
-ArenaRegionPtr HostBuffers::take(Bytes bytes) {
+void HostBuffers::limit(Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  limit_ = bytes;
+}
+
+ArenaRegionPtr HostBuffers::take(Bytes asked) {
+  const Bytes bytes = HostArena::mapped_for(asked);
   std::unique_ptr<ArenaRegion> region;
   std::vector<std::unique_ptr<ArenaRegion>> gone;  // destroyed, and unmapped, without the mutex
+  Bytes going = 0;
   {
     const std::lock_guard lock(mutex_);
     const auto found = kept_.find(bytes);
@@ -15,12 +24,24 @@ ArenaRegionPtr HostBuffers::take(Bytes bytes) {
       kept_.erase(found);
       kept_bytes_ -= bytes;
     } else {
+      HYDRA_EXPECT(bytes <= limit_ - lent_bytes_ - going_bytes_, OutOfMemory,
+                   "host memory for saved tensors: asked for " + human_bytes(bytes) + " with " +
+                       human_bytes(lent_bytes_) + " of " + human_bytes(limit_) + " in use");
       gone = make_room(bytes);
     }
+    for (const auto& each : gone) {
+      going += each->bytes();
+    }
+    going_bytes_ += going;
     lent_bytes_ += bytes;
     most_lent_ = std::max(most_lent_, lent_bytes_);
   }
   gone.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    going_bytes_ -= going;
+    peak_bytes_ = std::max(peak_bytes_, kept_bytes_ + lent_bytes_ + going_bytes_);
+  }
   if (!region) {
     try {
       region = std::make_unique<ArenaRegion>(arena_, bytes);
@@ -47,7 +68,8 @@ void HostBuffers::give_back(std::unique_ptr<ArenaRegion> region) noexcept {
 
 std::vector<std::unique_ptr<ArenaRegion>> HostBuffers::make_room(Bytes bytes) {
   std::vector<std::unique_ptr<ArenaRegion>> gone;
-  while (!kept_.empty() && kept_bytes_ + lent_bytes_ + bytes > most_lent_) {
+  const Bytes most = std::min(most_lent_, limit_ - going_bytes_);
+  while (!kept_.empty() && kept_bytes_ + lent_bytes_ + bytes > most) {
     const auto largest = std::prev(kept_.end());
     kept_bytes_ -= largest->first;
     gone.push_back(std::move(largest->second));
@@ -67,6 +89,11 @@ void HostBuffers::close() noexcept {
 Bytes HostBuffers::lent_bytes() const {
   const std::lock_guard lock(mutex_);
   return lent_bytes_;
+}
+
+Bytes HostBuffers::peak_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return peak_bytes_;
 }
 
 Bytes HostBuffers::kept_bytes() const {

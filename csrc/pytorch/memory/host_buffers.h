@@ -2,10 +2,12 @@
 //
 // Mapping, touching and pinning memory takes longer than copying to it, so the pool keeps returned buffers for the next
 // request of their size. Kept and lent buffers together never exceed the most bytes that were lent at one time, except
-// by the buffer that is requested. Buffers keep the pool alive, and the pool keeps the arena alive. Sizes are bytes.
+// by the buffer that is requested. With a limit, they and buffers that are being unmapped never exceed it. Buffers keep
+// the pool alive, and the pool keeps the arena alive. Sizes are bytes, rounded up to the pages that are mapped.
 // Thread-safe.
 #pragma once
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,13 +21,17 @@ class HostBuffers final : public std::enable_shared_from_this<HostBuffers> {
  public:
   explicit HostBuffers(std::shared_ptr<HostArena> arena) : arena_(std::move(arena)) {}
 
-  /// Returns a buffer of `bytes` with undefined contents. Throws OutOfMemory.
+  /// Limits the pool from now on. Called before buffers are lent.
+  void limit(Bytes bytes);
+  /// Returns a buffer of at least `bytes` with undefined contents. Throws OutOfMemory.
   ArenaRegionPtr take(Bytes bytes);
   /// Returns kept buffers to the arena now, and lent ones as soon as they are returned.
   void close() noexcept;
 
   Bytes lent_bytes() const;
   Bytes kept_bytes() const;
+  /// The most that were mapped at one time.
+  Bytes peak_bytes() const;
 
  private:
   void give_back(std::unique_ptr<ArenaRegion> region) noexcept;
@@ -37,7 +43,10 @@ class HostBuffers final : public std::enable_shared_from_this<HostBuffers> {
   std::multimap<Bytes, std::unique_ptr<ArenaRegion>> kept_;
   Bytes kept_bytes_ = 0;
   Bytes lent_bytes_ = 0;
+  Bytes going_bytes_ = 0;  // of buffers that are being unmapped
   Bytes most_lent_ = 0;
+  Bytes peak_bytes_ = 0;
+  Bytes limit_ = std::numeric_limits<Bytes>::max();
   bool closed_ = false;
 };
 

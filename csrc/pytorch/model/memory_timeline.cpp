@@ -60,13 +60,15 @@ std::vector<MemorySample> MemoryTimeline::samples() const {
 
 std::string MemoryTimeline::explain() const {
   const std::int32_t block = block_;
+  const std::string obstacle = obstacle_ ? obstacle_() : std::string();
   const char* pass = pass_ == PassKind::kBackward ? "backward" : "forward";
   return "While running " + std::string(pass) +
          (block < 0 ? std::string() : " of block '" + blocks_.name(block) + "'") + ", the device held " +
          memory_.describe() + "; in slots: " + pager_.describe_residents() +
          ". Nothing more can leave the device. Raise the budget; or offload or recompute activations "
          "(activations=hydra_ext.Offload() or hydra_ext.Recompute(), recompute=True in run.step); or run fewer "
-         "microbatches together (round_size= in run.step), name smaller blocks=, or shrink the batch.";
+         "microbatches together (round_size= in run.step), name smaller blocks=, or shrink the batch." +
+         (obstacle.empty() ? obstacle : " " + obstacle + ".");
 }
 
 }  // namespace hydra

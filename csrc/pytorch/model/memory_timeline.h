@@ -4,8 +4,10 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/paging/pager.h"
@@ -40,6 +42,8 @@ class MemoryTimeline {
   /// Keeps a sample of every arrival from now on, up to `samples` more.
   void record(std::size_t samples);
   std::vector<MemorySample> samples() const;
+  /// What else to ask why nothing leaves; it returns an empty text if it does not know. Called before the first pass.
+  void ask_also(std::function<std::string()> obstacle) { obstacle_ = std::move(obstacle); }
   /// The second half of an out-of-memory message: where the run is, what the device holds, and what to change.
   std::string explain() const;
 
@@ -50,6 +54,7 @@ class MemoryTimeline {
   ModelMemory& memory_;
   const ModelBlocks& blocks_;
   const Pager& pager_;
+  std::function<std::string()> obstacle_;
   std::atomic<PassKind> pass_{PassKind::kForward};
   std::atomic<std::int32_t> block_{-1};
   mutable std::mutex mutex_;

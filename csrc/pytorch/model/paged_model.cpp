@@ -28,6 +28,9 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       rounds_(memory_, blocks_, pager_, gradients_, arrivals_, gate_),
       window_(*this) {
   register_fault_path();
+  if (options.stash) {
+    arrivals_.timeline().ask_also([stash = options.stash] { return stash->obstacle(); });
+  }
   memory_.open(
       [this] {
         const ReleaseGilIfHeld released;

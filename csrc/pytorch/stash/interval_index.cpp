@@ -140,12 +140,12 @@ StashedIntervalPtr IntervalIndex::next_to_return(std::int64_t number) const {
   return nullptr;
 }
 
-void IntervalIndex::note_left(const StashedIntervalPtr& interval, ArenaRegionPtr host, Bytes bytes) {
+void IntervalIndex::note_left(const StashedIntervalPtr& interval, StoredCopyPtr copy, Bytes bytes) {
   c10::Storage freed;
   const Lock lock(*this);
   figures_.statistics.to_host_bytes += bytes;
   if (interval) {
-    freed = interval->note_left(lock, std::move(host));
+    freed = interval->note_left(lock, std::move(copy));
   }
 }
 

@@ -22,7 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "csrc/pytorch/memory/arena_region.h"
+#include "csrc/pytorch/memory/copy_store.h"
 #include "csrc/pytorch/stash/device_room.h"
 #include "csrc/pytorch/stash/wishes.h"
 #include "csrc/transfer/ticket.h"
@@ -143,7 +143,7 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   /// may not come ahead of its use.
   StashedIntervalPtr next_to_return(std::int64_t number) const;
   /// Notes that all bytes of an interval are on the host. Called by the lane, with null if the interval has ended.
-  void note_left(const StashedIntervalPtr& interval, ArenaRegionPtr host, Bytes bytes);
+  void note_left(const StashedIntervalPtr& interval, StoredCopyPtr copy, Bytes bytes);
 
   DeviceRoom& room(const Lock& /*lock*/) noexcept { return room_; }
   StashFigures& figures(const Lock& /*lock*/) noexcept { return figures_; }

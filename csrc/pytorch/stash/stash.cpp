@@ -73,7 +73,7 @@ Stash::Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> 
              std::optional<Bytes> budget)
     : identity_(new_identity()),
       backend_(std::move(backend)),
-      buffers_(std::make_shared<HostBuffers>(std::move(arena))),
+      copies_(std::make_shared<CopyStore>(std::move(arena))),
       index_(std::make_shared<IntervalIndex>(budget)),
       device_(device) {}
 
@@ -159,15 +159,17 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
 void Stash::send(const StashedIntervalPtr& interval, StashedInterval::Departure departure) {
   const ReleaseGilIfHeld released;
   const Bytes bytes = departure.bytes;
-  ArenaRegionPtr host = buffers_->take(departure.is_stream ? stream_buffer_bytes(bytes) : bytes);
-  Job job;
-  job.segments = {{host->data(), static_cast<const std::byte*>(departure.storage.data()) + departure.begin, bytes}};
-  job.fences = {backend_->record()};
+  const StoredCopyPtr copy = copies_->make(departure.is_stream ? stream_buffer_bytes(bytes) : bytes);
+  CopyTransfer transfer;
+  transfer.device = static_cast<std::byte*>(departure.storage.mutable_data()) + departure.begin;
+  transfer.bytes = bytes;
+  transfer.fence = backend_->record();
   // The copy may end after all tensors that share the interval.
-  job.after = [index = index_, known = std::weak_ptr(interval), storage = std::move(departure.storage), host, bytes]() {
-    index->note_left(known.lock(), host, bytes);
+  transfer.after = [index = index_, known = std::weak_ptr(interval), copy, bytes] {
+    index->note_left(known.lock(), copy, bytes);
   };
-  interval->leave_by(backend_->to_host().submit(std::move(job)));
+  transfer.owner = std::make_shared<c10::Storage>(std::move(departure.storage));
+  interval->leave_by(copy->receive(backend_->to_host(), std::move(transfer)));
 }
 
 void Stash::make_room(Bytes bytes, bool in_backward) {
@@ -230,8 +232,12 @@ void Stash::protect(const std::vector<at::Tensor>& tensors) {
   }
 }
 
+void Stash::limit_host(Bytes bytes, std::string folder, std::shared_ptr<FileOperations> files) {
+  copies_->limit(bytes, std::move(folder), std::move(files));
+}
+
 void Stash::close() noexcept {
-  buffers_->close();
+  copies_->close();
   room_.clear();
 }
 
@@ -256,7 +262,7 @@ StashStatistics Stash::statistics() const {
     backend_->to_host().drain();
     backend_->to_device().drain();
   }
-  const Bytes lent = buffers_->lent_bytes();
+  const Bytes lent = copies_->statistics().host_bytes;
   const Lock lock(*index_);
   StashStatistics now = index_->figures(lock).statistics;
   const DeviceRoom::Usage& usage = index_->room(lock).usage();

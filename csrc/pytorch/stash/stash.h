@@ -31,7 +31,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/pytorch/memory/host_buffers.h"
+#include "csrc/pytorch/memory/copy_store.h"
 #include "csrc/pytorch/stash/interval_index.h"
 #include "csrc/pytorch/stash/saved_tensor.h"
 #include "csrc/pytorch/stash/stashed_interval.h"
@@ -64,12 +64,17 @@ class Stash final {
   /// Frees an interval that the host has too, or sends one that could have stayed.
   bool give_one_up();
 
+  /// Limits host memory, and names the folder for what it has no room for; see CopyStore.
+  void limit_host(Bytes bytes, std::string folder, std::shared_ptr<FileOperations> files);
   /// Changes the budget (see DeviceRoom). Returns when no more than that is held, or nothing else can leave.
   void set_budget(std::optional<Bytes> budget);
   /// Never moves tensors in the storages of these.
   void protect(const std::vector<at::Tensor>& tensors);
   /// Stops keeping host memory for a next pass.
   void close() noexcept;
+  std::string obstacle() const { return copies_->obstacle(); }
+  /// The transfers between host and disk, and host memory. Waits for nothing.
+  CopyStatistics copies() const { return copies_->statistics(); }
   /// Waits until the transfers under way have ended.
   StashStatistics statistics() const;
   std::optional<StashPass> last_pass() const;
@@ -104,7 +109,7 @@ class Stash final {
 
   const StashIdentity identity_;
   const std::shared_ptr<DeviceBackend> backend_;
-  const std::shared_ptr<HostBuffers> buffers_;
+  const std::shared_ptr<CopyStore> copies_;
   const std::shared_ptr<IntervalIndex> index_;
   const c10::Device device_;
   CoderRoom room_;

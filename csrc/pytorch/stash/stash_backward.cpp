@@ -75,22 +75,22 @@ c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority)
   const auto [lead, bytes] = interval->landing();
   const at::Tensor memory = at::empty({lead + bytes}, at::TensorOptions(at::kByte).device(device_));
   const c10::Storage& storage = memory.storage();
-  Job job;
-  job.priority = priority;
+  CopyTransfer transfer;
+  transfer.device = static_cast<std::byte*>(storage.mutable_data()) + lead;
+  transfer.bytes = bytes;
+  transfer.owner = std::make_shared<c10::Storage>(storage);
+  transfer.priority = priority;
   {
     const ReleaseGilIfHeld released;
-    job.fences = {backend_->record()};
+    transfer.fence = backend_->record();
   }
-  void* const landing = static_cast<std::byte*>(storage.mutable_data()) + lead;
-  return interval->begin_return(storage, priority == Priority::kPrefetch,
-                                [&, size = bytes](const ArenaRegionPtr& host) {
-                                  job.segments = {{landing, host->data(), size}};
-                                  job.after = [index = index_, storage, host, size] {
-                                    const Lock lock(*index);
-                                    index->figures(lock).statistics.to_device_bytes += size;
-                                  };
-                                  return backend_->to_device().submit(std::move(job));
-                                });
+  transfer.after = [index = index_, size = bytes] {
+    const Lock lock(*index);
+    index->figures(lock).statistics.to_device_bytes += size;
+  };
+  return interval->begin_return(storage, priority == Priority::kPrefetch, [&](StoredCopy& copy) {
+    return copy.give(backend_->to_device(), std::move(transfer));
+  });
 }
 
 c10::Storage Stash::decode(StashedInterval& interval, const StashedInterval::Reading& reading) {

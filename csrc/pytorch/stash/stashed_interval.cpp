@@ -275,9 +275,9 @@ void StashedInterval::strand() {
   advance(lock, kLeaving, kStranded);
 }
 
-c10::Storage StashedInterval::note_left(const Lock& lock, ArenaRegionPtr host) {
+c10::Storage StashedInterval::note_left(const Lock& lock, StoredCopyPtr copy) {
   advance(lock, kLeaving, kCopied);
-  form_.host = std::move(host);
+  form_.copy = std::move(copy);
   return index_->room(lock).keeps_copies() ? c10::Storage() : free_copy(lock);
 }
 
@@ -366,12 +366,12 @@ StashedInterval::Landing StashedInterval::landing() const {
 }
 
 c10::Storage StashedInterval::begin_return(const c10::Storage& storage, bool is_ahead,
-                                           const std::function<TicketPtr(const ArenaRegionPtr& host)>& submit) {
+                                           const std::function<TicketPtr(StoredCopy& copy)>& submit) {
   const Lock lock(*index_);
   if (state_ != kAway) {
     return form_.held;
   }
-  TicketPtr arriving = submit(form_.host);  // first: if it throws, nothing has changed
+  TicketPtr arriving = submit(*form_.copy);  // first: if it throws, nothing has changed
   const Bytes lead = form_.coder ? 0 : saved_.lead;
   if (!form_.coder) {
     note_elsewhere(lock, storage, lead);

@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "csrc/pytorch/memory/arena_region.h"
+#include "csrc/pytorch/memory/copy_store.h"
 #include "csrc/pytorch/stash/coder.h"
 #include "csrc/pytorch/stash/interval_index.h"
 #include "csrc/pytorch/stash/wishes.h"
@@ -128,7 +128,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   Landing landing() const;
   /// kAway -> kReturning, into `storage`. In any other state another thread was faster. Returns the held memory.
   c10::Storage begin_return(const c10::Storage& storage, bool is_ahead,
-                            const std::function<TicketPtr(const ArenaRegionPtr& host)>& submit);
+                            const std::function<TicketPtr(StoredCopy& copy)>& submit);
   /// kReturning -> kCopied or, if the transfer has failed, -> kAway.
   void end_return(const Ticket& arriving, bool has_failed);
   /// Notes memory of other owners that has the decoded bytes.
@@ -162,7 +162,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   /// be encoded leaves only as a stream: otherwise the numbers would depend on the room.
   std::optional<IntervalIndex::RoomStep> give_up(const Lock& lock);
   /// kLeaving -> kCopied, and on to kAway if room is short. Returns the freed memory.
-  c10::Storage note_left(const Lock& lock, ArenaRegionPtr host);
+  c10::Storage note_left(const Lock& lock, StoredCopyPtr copy);
 
   /// Throws StateError unless the state is `from`, from which `to` can be reached.
   void advance(const Lock& lock, IntervalState from, IntervalState to);
@@ -179,8 +179,8 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
     CoderPtr coder{};  // null unless it is a stream
     Bytes bytes = 0;
     c10::Storage held{};
-    Bytes begin = 0;        // where it begins in `held`
-    ArenaRegionPtr host{};  // null until all bytes are there
+    Bytes begin = 0;       // where it begins in `held`
+    StoredCopyPtr copy{};  // null until all bytes are there
   };
   /// Memory that has the bytes themselves, and has other owners.
   struct Elsewhere {

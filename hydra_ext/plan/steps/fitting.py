@@ -21,7 +21,7 @@ from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
+from hydra_ext.profile.cards import USABLE, Card, bytes_per_second, card_named, link_of
 from hydra_ext.profile.dry_run import dry_run, dtype_of
 from hydra_ext.profile.real_run import has_numbers, real_run
 
@@ -43,6 +43,7 @@ def fit(
     optimizer: torch.optim.Optimizer | float = 0.0,
     device: Card | str | None = None,
     link: float | str | None = None,
+    disk: float | str | None = None,
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
     inexact_heads: bool = False,
@@ -60,10 +61,11 @@ def fit(
         round_size: Microbatches that run together; by default the planner chooses.
         recompute: Whether modules may run again in backward.
         budget: Device bytes. None takes the card's memory, or without a card as much as all activations take.
-        host_budget: Bytes that the host may hold. The rest is on the disk, whose speed is not planned with.
+        host_budget: Bytes that the host may hold. Weights, gradients and state beyond it take no time.
         optimizer: Whose state is on the host, too: one of :mod:`hydra_ext.optim`, or bytes for each trained parameter.
         device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
+        disk: Bytes a second of the disk, each way, for activations beyond ``host_budget``; None if they have to fit.
         param_dtype: Dtype in which weights compute; by default the model's own.
         update_seconds: Of the optimizer's step, which runs behind the next forward.
         inexact_heads: As in :class:`hydra_ext.Auto`. For a card, whose kernels are not here, no head runs in rows
@@ -87,7 +89,7 @@ def fit(
         recompute=recompute,
     )
     asked = None if budget is None else parse_bytes(budget)
-    homes = _homes(model, optimizer, host_budget)
+    homes = _homes(model, optimizer, host_budget, 0.0 if disk is None else bytes_per_second(disk, named="disk"))
     problem_with = partial(_problem_with, model, example, fn, param_dtype, card, setting, homes)
     return _answered(problem_with, model, asked, card, inexact_heads=inexact_heads)
 
@@ -104,7 +106,7 @@ def _answered(
     plain, in_rows = Heads(model, None, exact=False), Heads(model, 0, exact=not inexact_heads)
     problem, because = problem_with(plain)
     if budget is None:
-        budget = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
+        budget = _most(problem, card)
     leanest = problem
     if (card is None or inexact_heads) and _binds(plain, problem):
         leanest = min(problem, problem_with(in_rows)[0], key=lambda each: each.least_bytes)
@@ -117,6 +119,10 @@ def _answered(
         least_bytes=leanest.least_bytes,
         heads_in_rows=() if chosen is problem else in_rows.in_rows,
     )
+
+
+def _most(problem: StepProblem, card: Card | None) -> int:
+    return problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
 
 
 def _binds(heads: Heads, problem: StepProblem) -> bool:
@@ -171,7 +177,9 @@ def _round_sizes(round_size: int | None, microbatches: int) -> tuple[int, ...]:
     return (round_size,)
 
 
-def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None) -> Homes:
+def _homes(
+    model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None, disk: float
+) -> Homes:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.nbytes for parameter in model.parameters())
     gradients = sum(parameter.nbytes for parameter in trained)
@@ -188,4 +196,4 @@ def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budg
     else:
         raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
     limit = None if host_budget is None else parse_bytes(host_budget, named="host_budget")
-    return Homes(nbytes=weights + gradients + state, host_budget=limit)
+    return Homes(nbytes=weights + gradients + state, host_budget=limit, disk=disk)

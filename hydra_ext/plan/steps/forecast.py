@@ -67,8 +67,8 @@ class Plan:
         ideal_bytes: The budget with which all activations of a step stay, and all weights.
         peak_bytes: The most bytes in use, without weights that stay only because there is room.
         host_bytes: Of weights, gradients, optimizer state and activations on the host, without working memory. In a
-            running step without the optimizer's state.
-        disk_bytes: Of what exceeds the host's budget.
+            running step without the optimizer's state; with ``host_budget=`` all that this counts.
+        disk_bytes: Of what exceeds the host's budget; in a running step of activations.
         microbatches: Of a step.
         round_size: Microbatches that run together; 1 for one after the other.
         stash_bytes: Room for activations on their way.

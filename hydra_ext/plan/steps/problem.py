@@ -49,10 +49,17 @@ class Homes:
     Attributes:
         nbytes: Of weights, gradients and optimizer state.
         host_budget: Bytes that the host may hold, activations included; None for no limit. The rest is on the disk.
+        disk: Bytes a second, each way, of activations that the host cannot hold; 0 if all have to fit.
     """
 
     nbytes: int
     host_budget: int | None = None
+    disk: float = 0.0
+
+    @property
+    def room(self) -> int:
+        """Host bytes that weights, gradients and optimizer state leave for activations."""
+        return _NO_LIMIT if self.host_budget is None else max(0, self.host_budget - self.nbytes)
 
 
 class StepProblem:
@@ -105,8 +112,8 @@ class StepProblem:
     ) -> _C.ActivationPlan:
         """The best plan under a budget; ``faster``: how many times as fast the link is as in the setting.
 
-        Activations get what weights, gradients and optimizer state leave of the host. If that is not enough, these make
-        room by going to the disk.
+        Activations get what weights, gradients and optimizer state leave of the host. Beyond it they go at the speed of
+        the disk. If that is unknown, weights, gradients and state make room by going to the disk.
         """
 
         def within(room: int) -> _C.ActivationPlan:
@@ -116,7 +123,7 @@ class StepProblem:
         if limit is None:
             return within(_NO_LIMIT)
         try:
-            return within(max(0, limit - self.homes.nbytes))
+            return within(self.homes.room)
         except PlanError:
             return within(limit)
 
@@ -135,6 +142,7 @@ class StepProblem:
             update_seconds=setting.update_seconds,
             round_sizes=setting.round_sizes,
             effort=effort,
+            disk=self.homes.disk,
         )
 
     def kept_bytes(self, found: _C.ActivationPlan) -> int:

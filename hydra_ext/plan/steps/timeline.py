@@ -5,12 +5,13 @@ The simulation is the one whose seconds the planner compares.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hydra_ext import _C
 from hydra_ext.plan.segments import Segment
 from hydra_ext.plan.steps.memory import MemoryPoint, memory_of
-from hydra_ext.plan.steps.problem import StepProblem, StepSetting
+from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 
 _LANES = {  # of each kind of work, and its name there
     _C.StepWorkKind.FORWARD: ("compute", "forward"),
@@ -67,6 +68,7 @@ class TreatedStep:
     Attributes:
         segments: Of the cut that the planner chose.
         setting: As the planner had it.
+        homes: Likewise.
         budget: Device bytes, with buffers.
         options: One for each segment.
         round_size: Microbatches that run together.
@@ -75,6 +77,7 @@ class TreatedStep:
 
     segments: tuple[Segment, ...]
     setting: StepSetting
+    homes: Homes
     budget: int
     options: tuple[_C.ActivationOption, ...]
     round_size: int
@@ -85,6 +88,7 @@ class TreatedStep:
         return cls(
             segments=tuple(problem.segments[found.cut]),
             setting=problem.setting,
+            homes=problem.homes,
             budget=budget,
             options=tuple(found.options),
             round_size=found.round_size,
@@ -107,6 +111,8 @@ class TreatedStep:
             to_device=setting.to_device,
             to_host=setting.to_host,
             update_seconds=setting.update_seconds,
+            host_bytes=self.homes.room,
+            disk=self.homes.disk or math.inf,  # of unknown speed: planned as if it took no time
         )
         points = self.memory()
         return StepTimeline(

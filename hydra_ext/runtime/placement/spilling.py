@@ -7,6 +7,10 @@ An update reads a block's tensors into working memory while the block before is 
 next one is. A block's gradients are written when backward has left it. Weights are read each time the block is fetched
 to the device, unless its update has just made them; reads run ahead of the fetches. If an operation outside the model
 brings a tensor to the host, the next step moves it back.
+
+Saved tensors that leave the device share the budget. They get what the chosen plan leaves, and at least a small part,
+which is enough to pass them on to the disk: a byte of them costs the disk as much as a byte of state, one write and one
+read in a step.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class HostLimit:
     """The bytes that a run may hold on the host, and the folder for the rest.
 
     Attributes:
-        budget: Bytes of weights, gradients, optimizer state and working memory together.
+        budget: Bytes of weights, gradients, optimizer state, saved tensors and working memory together.
         folder: Existing folder on a disk of this machine.
         files: As in :class:`hydra_ext.Checks`.
     """
@@ -153,6 +157,17 @@ def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPla
     )
 
 
+_SAVED_SHARE = 16  # the part of the budget that saved tensors get at least, but no more than helps
+
+
+def _choose_beside(share: int, blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPlan:
+    """As :func:`choose`, with ``share`` bytes left for saved tensors, or as many as there can be."""
+    try:
+        return choose(blocks, budget - share, fills=fills)
+    except HostBudgetTooSmall as error:
+        return choose(blocks, min(error.needed, budget), fills=fills)
+
+
 def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: int) -> SpillPlan:
     held = sum(each.weights + sum(each.gradients) + sum(each.state) + each.stays for each in blocks)
     update = leaving = fill = 0
@@ -249,6 +264,7 @@ class Spilling:
         limit: Budget and folder.
         slot_bytes: Function that gives the bytes of a block's slot on the device.
         gradients_stay: Whether gradients stay on the host, because ranks average them there.
+        saved_leave: Whether saved tensors may leave the device.
 
     Raises:
         HostBudgetTooSmall: the host would hold more than its budget in every plan.
@@ -264,6 +280,7 @@ class Spilling:
         *,
         slot_bytes: Callable[[int], int],
         gradients_stay: bool,
+        saved_leave: bool,
     ) -> None:
         self._core = core
         self._optimizer = optimizer
@@ -272,7 +289,9 @@ class Spilling:
         state = {} if optimizer is None else optimizer.state_sizes()
         self._gradients_stay = gradients_stay
         sizes = [self._sizes(block, state, slot_bytes(block)) for block in range(len(layout.blocks))]
-        self.plan = choose(sizes, limit.budget, fills=core.homes.disk.fills)
+        self._limit = limit
+        share = min(limit.budget // _SAVED_SHARE, _C.STASH_WORKING_BYTES) if saved_leave else 0
+        self.plan = _choose_beside(share, sizes, limit.budget, fills=core.homes.disk.fills)
         stay = sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
         self._room = limit.budget - stay
         self._block_of: dict[Tensor, int] = {
@@ -298,6 +317,29 @@ class Spilling:
             state=tuple(size for each in parameters for size in state.get(each, ())),
             stays=sum(trained) if self._gradients_stay else 0,
         )
+
+    @property
+    def budget(self) -> int:
+        """The bytes that the host may hold."""
+        return self._limit.budget
+
+    @property
+    def saved_room(self) -> int:
+        """Host bytes for saved tensors that have left the device."""
+        return self._limit.budget - self.plan.total
+
+    def limit(self, stash: _C.Stash) -> None:
+        """Gives the stash its part of the host, and the folder for the rest."""
+        if self.saved_room < _C.STASH_LEAST_BYTES:
+            logger.warning(
+                "host_budget=%d leaves %d bytes for saved tensors, which need %d on their way to the disk: what does "
+                "not fit there stays on the device; give %d bytes or more",
+                self._limit.budget,
+                self.saved_room,
+                _C.STASH_LEAST_BYTES,
+                self._limit.budget + _C.STASH_LEAST_BYTES - self.saved_room,
+            )
+        stash.limit_host(self.saved_room, str(self._limit.folder), self._limit.files)
 
     @property
     def room_to_move_in(self) -> int:

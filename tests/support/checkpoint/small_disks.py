@@ -83,15 +83,17 @@ def _same(plain: list[Any], offloaded: list[Any]) -> bool:
     return all(map(torch.equal, plain, offloaded)) and len(plain) == len(offloaded) > 0
 
 
-def _context(model: Any, optimizer: Any, folder: Path) -> hydra_ext.offload:
+def _context(
+    model: Any, optimizer: Any, folder: Path, *, budget: int = 2**19, host_budget: int = 340_000
+) -> hydra_ext.offload:
     """Enters a context with all blocks on the disk."""
     import hydra_ext
 
     return hydra_ext.offload(
         model,
         optimizer,
-        budget=2**19,
-        host_budget=340_000,
+        budget=budget,
+        host_budget=host_budget,
         spill_dir=folder,
         blocks=list(model.children()),
         device="simulated",
@@ -133,6 +135,50 @@ def spilling(folder: Path) -> dict[str, Any]:
         seen["reserved"] = _used(folder)
     seen["left"], seen["same state"] = _used(folder), _same(state(plain, theirs), state(model, ours))
     return seen
+
+
+def stashing(folder: Path) -> dict[str, Any]:
+    """Trains with a disk that becomes full as saved tensors leave, and then has room for them."""
+    import hydra_ext
+    from support.runtime.native import WIDTH, state
+
+    plain, theirs = _make()
+    model, ours = _make()
+    batch = _batch(512, WIDTH)
+    expected = [_step(plain, theirs, batch) for _ in range(3)]
+    seen: dict[str, Any] = {}
+    _mount(folder, "3m")
+    with _context(model, ours, folder, budget=2**20, host_budget=500_000) as run:
+        seen["model"] = _used(folder)
+        try:
+            _step(model, ours, batch)
+        except hydra_ext.errors.SpillError as error:
+            seen["told"] = str(error)
+        seen["full"] = _used(folder)
+        ours.zero_grad()
+        _enlarge(folder, "8m")
+        losses = [_step(model, ours, batch) for _ in range(3)]
+        report = run.report().activations
+        seen["written"] = 0 if report is None else report.copies.disk_written_bytes
+        run.core.update.finish()
+    seen["left"] = _used(folder)
+    seen["same losses"] = _same(expected, losses)
+    seen["same state"] = _same(state(plain, theirs), state(model, ours))
+    return seen
+
+
+def _batch(rows: int, width: int) -> Any:
+    import torch
+
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+
+
+def _step(model: Any, optimizer: Any, batch: Any) -> Any:
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()
 
 
 def saving(folder: Path) -> dict[str, Any]:
@@ -179,7 +225,7 @@ def _main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    cases: dict[str, Callable[[Path], dict[str, Any]]] = {each.__name__: each for each in (spilling, saving)}
+    cases: dict[str, Callable[[Path], dict[str, Any]]] = {each.__name__: each for each in (spilling, stashing, saving)}
     print(json.dumps(cases[sys.argv[1]](Path(sys.argv[2]))))
 
 

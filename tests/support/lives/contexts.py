@@ -94,8 +94,11 @@ def end_stash(side: Side) -> None:
     if ended is None:
         return
     report = ended.report()
-    if report.held_bytes or report.host_bytes:
-        raise LeftBehind(f"a stash holds {report.held_bytes} bytes on the device, {report.host_bytes} on the host")
+    if report.held_bytes or report.host_bytes or report.copies.disk_bytes:
+        raise LeftBehind(
+            f"a stash holds {report.held_bytes} bytes on the device, {report.host_bytes} on the host, "
+            f"{report.copies.disk_bytes} on the disk"
+        )
 
 
 def leave(side: Side) -> None:

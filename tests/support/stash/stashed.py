@@ -39,4 +39,4 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 def assert_empty(report: StashReport) -> None:
     """Asserts that the stash has returned all memory."""
-    assert (report.held_bytes, report.host_bytes) == (0, 0)
+    assert (report.held_bytes, report.host_bytes, report.copies.disk_bytes) == (0, 0, 0)
