@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_ext import _C
-from hydra_ext.activations.choice import Choice, default_policy, policies_of
+from hydra_ext.activations.choice import (
+    Choice,
+    PlannedChoice,
+    Policy,
+    default_policy,
+    given_beside_auto,
+    policies_of,
+)
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, Site, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
-from hydra_ext.policy import Checks, Offload, SimulatedDevice, parse_bytes
+from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
 from hydra_ext.runtime.placement.faces import can_dress
@@ -70,8 +77,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         activations: Policy for tensors that the forward saves for backward. ``"auto"`` measures one microbatch and
             plans what stays, what leaves and what is computed again, so that steps fit the budget and are fast; see
             :meth:`Run.plan`. Hooks on saved tensors that are active around a forward take precedence. A policy such as
-            ``hydra_ext.Offload()``, or one for each module, as :class:`hydra_ext.stash` takes it, is kept to. None
-            leaves all of them on the device, and so does ``"auto"`` with a ``host_budget``.
+            ``hydra_ext.Offload()``, or one for each module, as :class:`hydra_ext.stash` takes it, is kept to. A
+            mapping or a function may also give ``"auto"`` for the whole model, whose name is ``""``. Then policies of
+            modules are constraints of the plan: ``Keep()`` and ``Offload()`` are followed, ``Recompute()`` too, and
+            ``Compress()`` allows the plan to compress there. None leaves all tensors on the device, and so does
+            ``"auto"`` with a ``host_budget``.
         process_group: Ranks that train copies of this model together. None takes torch.distributed's default group if
             it is initialised and has several ranks; False takes none. The copies have to be alike. They begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``; give the optimizers equal states.
@@ -108,7 +118,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         spill_dir: str | os.PathLike[str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        activations: Choice | Literal["auto"] | None = "auto",
+        activations: PlannedChoice | None = "auto",
         process_group: dist.ProcessGroup | Literal[False] | None = None,
         checks: Checks | None = None,
     ) -> None:
@@ -133,16 +143,26 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._grad_dtype = grad_dtype
         check_group(process_group)
         self._process_group = process_group
-        # What leaves the device is not counted against a host budget, so nothing leaves unless the user says so.
-        self._activations = None if activations == "auto" and self._host_limit is not None else activations
-        if activations is not None and activations != "auto":
-            default_policy(activations)  # raises InvalidArgument for an invalid policy
-            policies_of(activations, model)
+        self._activations, self._given = self._treated(activations)
         self._checks = checks or Checks()
         self._run: Run | None = None
         _refuse_unsupported(model)
         self._layout = self._find_layout(blocks)
         self._check_budget()
+
+    def _treated(self, activations: PlannedChoice | None) -> tuple[Choice | None, dict[str, Policy] | None]:
+        """The policies of saved tensors, and those of modules while the others are planned."""
+        given = None if activations is None else given_beside_auto(activations, self._model)
+        if given is not None and self._host_limit is not None:
+            # What leaves the device is not counted against a host budget, so nothing leaves unless the user says so.
+            return given or None, None
+        if given is not None:
+            return Offload(), given
+        choice: Any = activations  # plans nothing
+        if choice is not None:
+            default_policy(choice)  # raises InvalidArgument for an invalid policy
+            policies_of(choice, self._model)
+        return choice, None
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
@@ -203,7 +223,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             place=self._place,
             replicas=replicas,
             saving=None if stash is None else self._make_saving(stash, entered),
-            fitted=self._activations == "auto",
+            fitted=self._given is not None,
             spilling=spilling,
         )
         entered.add(self._run)
@@ -249,12 +269,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
         return Saving(
             stash,
-            Offload() if self._activations is None or self._activations == "auto" else self._activations,
+            Keep() if self._activations is None else self._activations,
             self._model,
             whole,
             optimizer=self._optimizer,
             face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
-            yields=self._activations == "auto",
+            given=self._given,
         )
 
     def _casts(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from hydra_ext.policy import Compress, Keep, Offload, Recompute
 
 Policy = Keep | Offload | Compress | Recompute
 Choice = Policy | Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
+Auto = Literal["auto"]
+PlannedChoice = Auto | Choice | Mapping[str, Policy | Auto] | Callable[[str, nn.Module], Policy | Auto | None]
+"""What becomes of tensors may be planned: ``"auto"``, or ``"auto"`` for the whole model beside policies of modules."""
 
 _KINDS = (Keep, Offload, Compress, Recompute)
 
@@ -53,24 +57,70 @@ def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Poli
         return {}
     if model is None:
         raise InvalidArgument("policies by module need the model: give stash(..., model=model)")
+    modules = dict(model.named_modules())
     found: dict[nn.Module, Policy] = {}
-    if isinstance(choice, Mapping):
-        for pattern, policy in choice.items():
-            chosen = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
-            if not chosen:
-                raise InvalidArgument(
-                    f"no module of {type(model).__name__} has a name that matches '{pattern}': give a name or pattern "
-                    "of model.named_modules()"
-                )
-            found |= dict.fromkeys(chosen, _checked(policy, pattern))
-        _refuse_scripted(found)
-        return found
-    for name, module in model.named_modules():
-        chosen_policy = choice(name, module)
-        if chosen_policy is not None:
-            found[module] = _checked(chosen_policy, name)
+    for pattern, names, policy in _given(choice, model):
+        found |= dict.fromkeys(map(modules.__getitem__, names), _checked(policy, pattern))
     _refuse_scripted(found)
     return found
+
+
+def given_beside_auto(choice: PlannedChoice, model: nn.Module) -> dict[str, Policy] | None:
+    """The policies that the modules of a planned model have, by their names; None if the choice plans nothing.
+
+    Raises:
+        InvalidArgument: ``"auto"`` is given for a module, or the whole model has another policy, too; a pattern matches
+            no module; or a module's choice is not a policy.
+    """
+    if choice == "auto":
+        return {}
+    if not isinstance(choice, Mapping) and (isinstance(choice, _KINDS) or not callable(choice)):
+        return None
+    found: dict[str, object] = {}
+    for pattern, names, policy in _given(choice, model):
+        if policy == "auto" and pattern:
+            raise InvalidArgument(
+                f"'auto' is given for '{pattern}': only the whole model can be planned. Give {{'': 'auto'}}, and "
+                "policies such as hydra_ext.Offload() for modules"
+            )
+        if policy != "auto" and "" in names and found.get("") == "auto":
+            raise InvalidArgument(
+                f"'{pattern}' also matches the whole model, which is 'auto': give a pattern of modules inside, or no "
+                "'auto'"
+            )
+        found |= dict.fromkeys(names, policy)
+    if found.get("") != "auto":
+        return None
+    del found[""]
+    given = {name: _checked(policy, name) for name, policy in found.items()}
+    for name, given_policy in given.items():
+        if given_policy == Offload("conv"):
+            raise InvalidArgument(
+                f"the policy of '{name}' is Offload('conv'), which chooses what leaves as 'auto' does: give Offload(), "
+                "or no policy"
+            )
+    modules = dict(model.named_modules())
+    _refuse_scripted({modules[name]: given_policy for name, given_policy in given.items()})
+    return given
+
+
+def _given(choice: Any, model: nn.Module) -> Iterator[tuple[str, list[str], object]]:
+    """Patterns, the names that they match, and what is given for them."""
+    modules = dict(model.named_modules())
+    if not isinstance(choice, Mapping):
+        for name, module in modules.items():
+            policy = choice(name, module)
+            if policy is not None:
+                yield name, [name], policy
+        return
+    for pattern, policy in choice.items():
+        names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            raise InvalidArgument(
+                f"no module of {type(model).__name__} has a name that matches '{pattern}': give a name or pattern "
+                "of model.named_modules()"
+            )
+        yield pattern, names, policy
 
 
 def _checked(policy: object, name: str) -> Policy:

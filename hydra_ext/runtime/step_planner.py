@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hydra_ext import _C
+from hydra_ext.activations.given import GivenTreatments
 from hydra_ext.activations.profiler import Profiler
 from hydra_ext.blocks import Block
 from hydra_ext.errors import PlanError
-from hydra_ext.plan.steps.problem import StepProblem, StepSetting
+from hydra_ext.plan.steps.problem import StepProblem, StepSetting, Wishes
 from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.profile.figures import BlockFigures
+from hydra_ext.runtime.coding import CodingFigures
 from hydra_ext.runtime.fit import STRICT, FitOwner
 from hydra_ext.runtime.placement.residents import buffer_bytes
 
@@ -71,6 +73,20 @@ class PlannedStep:
         again = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
         return [name for name, option in zip(self.names, self.options, strict=True) if option in again]
 
+    @property
+    def pieces(self) -> list[str]:
+        """The modules inside of these that run a third time."""
+        again = {*self.recomputed}
+        nested = [each.freedom.nested for each in self.problem.segments[self.found.cut] if each.name in again]
+        return [piece for each in nested if each is not None for piece in each.pieces]
+
+    @property
+    def compressed(self) -> list[str]:
+        """The modules that are compressed, each with those inside it."""
+        options = zip(self.names, self.options, strict=True)
+        names = [name for name, option in options if option == _C.ActivationOption.COMPRESS]
+        return [member for name in names for member in self.problem.profile.members(name)]
+
     def slowness(self, seconds: float) -> float | None:
         """Measured seconds of compute over those foreseen, if the forecast was far off; None if it was not."""
         ratio = seconds / self.seconds if self.seconds > 0 else 1.0
@@ -80,7 +96,7 @@ class PlannedStep:
         return min(max((seconds - (self.seconds - compute)) / max(compute, 1e-9), 0.5), 2.0)
 
     def _treatment(self) -> tuple[object, ...]:
-        return self.names, tuple(self.options), self.round_size, self.room
+        return self.names, tuple(self.options), tuple(self.pieces), self.round_size, self.room
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlannedStep) and self._treatment() == other._treatment()
@@ -92,14 +108,20 @@ class PlannedStep:
 class StepPlanner:
     """Measures a microbatch, and plans steps.
 
+    Args:
+        owner: The run.
+        given: Policies that its user gives to modules.
+
     Attributes:
         profile: What one microbatch cost; None before it was measured.
         profiler: What measures one now; None if nothing does.
         slowness: Seconds of compute for each one of the profile.
     """
 
-    def __init__(self, owner: FitOwner) -> None:
+    def __init__(self, owner: FitOwner, given: GivenTreatments) -> None:
         self._owner = owner
+        self._given = given
+        self._coding = CodingFigures(given, owner.device)
         self._budget = owner.budget
         self._share = _CUDA_SHARE if owner.device.type == "cuda" else _SHARE
         self._lanes: tuple[_LaneSpeed, _LaneSpeed] = (_LaneSpeed(), _LaneSpeed())
@@ -112,6 +134,7 @@ class StepPlanner:
         owner = self._owner
         in_use = lambda: owner.activation_bytes()  # noqa: E731 - the method itself would hold the run
         self.profiler = Profiler(owner.model, owner.layout, owner.core, in_use, owner.device)
+        self._coding.begin()
         backend = owner.core.memory.backend
         self._lanes = (
             _LaneSpeed(lambda: backend.to_device_statistics),
@@ -124,6 +147,7 @@ class StepPlanner:
         profiler, self.profiler = self.profiler, None
         before, self.profile = self.profile, _NOTHING
         if profiler is not None and profiler.has_run:
+            self._coding.end()
             self.profile = profiler.profile([self._figures_of(block) for block in self._owner.layout.blocks])
         is_alike = before is not None and before.modules[""].saved == self.profile.modules[""].saved
         self._share *= _TIGHTER if tighten and is_alike else 1.0
@@ -152,7 +176,8 @@ class StepPlanner:
             recompute=recompute,
             slowness=self.slowness,
         )
-        problem = StepProblem(self.profile, setting)
+        wishes = Wishes(given=self._given.policies, coding_of=self._coding.of)
+        problem = StepProblem(self.profile, setting, wishes=wishes)
         try:
             found = problem.solve(int(self._budget * self._share))
         except PlanError as error:
