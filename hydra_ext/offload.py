@@ -7,7 +7,7 @@ import reprlib
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -43,6 +43,34 @@ from hydra_ext.runtime.run import Run
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
 _BLOCKS_PER_BUDGET = 4
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """What becomes of saved tensors.
+
+    Attributes:
+        policy: Of all, or by module; None if all stay. Where they are planned, the policy of those without any.
+        given: Those of modules, by name, if all others are planned; else None.
+    """
+
+    policy: Choice | None
+    given: dict[str, Policy] | None = None
+
+    @staticmethod
+    def of(chosen: PlannedChoice | None, model: nn.Module, *, plans: bool) -> _Activations:
+        """``plans``: whether anything can be planned."""
+        given = None if chosen is None else given_beside_auto(chosen, model)
+        if given is not None and not plans:
+            # What leaves the device is not counted against a host budget, so nothing leaves unless the user says so.
+            return _Activations(given or None)
+        if given is not None:
+            return _Activations(Offload(), given)
+        policy: Any = chosen
+        if policy is not None:
+            default_policy(policy)  # raises InvalidArgument for an invalid policy
+            policies_of(policy, model)
+        return _Activations(policy)
 
 
 class offload:  # noqa: N801 - a verb: it is used as a function
@@ -143,26 +171,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._grad_dtype = grad_dtype
         check_group(process_group)
         self._process_group = process_group
-        self._activations, self._given = self._treated(activations)
+        self._activations = _Activations.of(activations, model, plans=self._host_limit is None)
         self._checks = checks or Checks()
         self._run: Run | None = None
         _refuse_unsupported(model)
         self._layout = self._find_layout(blocks)
         self._check_budget()
-
-    def _treated(self, activations: PlannedChoice | None) -> tuple[Choice | None, dict[str, Policy] | None]:
-        """The policies of saved tensors, and those of modules while the others are planned."""
-        given = None if activations is None else given_beside_auto(activations, self._model)
-        if given is not None and self._host_limit is not None:
-            # What leaves the device is not counted against a host budget, so nothing leaves unless the user says so.
-            return given or None, None
-        if given is not None:
-            return Offload(), given
-        choice: Any = activations  # plans nothing
-        if choice is not None:
-            default_policy(choice)  # raises InvalidArgument for an invalid policy
-            policies_of(choice, self._model)
-        return choice, None
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
@@ -194,7 +208,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         arena = self._place.make_arena()
         backend = self._place.make_backend()
         stash = None
-        if self._activations is not None:
+        if self._activations.policy is not None:
             stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)
         core = _C.PagedModel(
             backend=backend,
@@ -223,7 +237,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             place=self._place,
             replicas=replicas,
             saving=None if stash is None else self._make_saving(stash, entered),
-            fitted=self._given is not None,
+            fitted=self._activations.given is not None,
             spilling=spilling,
         )
         entered.add(self._run)
@@ -269,12 +283,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
         return Saving(
             stash,
-            Keep() if self._activations is None else self._activations,
+            self._activations.policy or Keep(),
             self._model,
             whole,
             optimizer=self._optimizer,
             face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
-            given=self._given,
+            given=self._activations.given,
         )
 
     def _casts(self) -> str:

@@ -405,11 +405,22 @@ class ActivationSearch {
     if (is_new) {
       work_ -= 2 * problem_.microbatches * static_cast<std::int64_t>(segments.size());
       known->second = simulate_step(segments, machine, problem_.microbatches, treatment).seconds;
-      if (known->second < best_.seconds) {
+      if (is_better(cut, treatment, known->second)) {
         best_ = {cut, treatment, known->second};
       }
     }
     return known->second;
+  }
+
+  /// Of treatments that are equally fast, the one that moves less: a link that is free is none that was measured well.
+  bool is_better(std::size_t cut, const ActivationTreatment& treatment, double seconds) const {
+    if (seconds != best_.seconds || seconds == kNoSeconds) {
+      return seconds < best_.seconds;
+    }
+    const auto moved = [&](std::size_t which, const ActivationTreatment& of) {
+      return host_bytes(problem_.cuts[which], of) / of.round_size;
+    };
+    return moved(cut, treatment) < moved(best_.cut, best_.treatment);
   }
 
   static std::string key_of(std::size_t cut, const ActivationTreatment& treatment) {

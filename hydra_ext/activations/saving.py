@@ -16,13 +16,12 @@ from hydra_ext.activations import functional
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.functional import steps_aside
-from hydra_ext.activations.given import GivenTreatments
+from hydra_ext.activations.given import GivenTreatments, ScopedModule
 from hydra_ext.activations.groups import Span
 from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
 from hydra_ext.activations.recompute import RecomputedModules, Whole
 from hydra_ext.activations.report import StashReport
-from hydra_ext.activations.scopes import ScopedModule
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import InvalidArgument
 from hydra_ext.policy import Compress, Keep, Offload, Recompute
@@ -84,7 +83,7 @@ class Saving:
                 raise InvalidArgument("Offload('dynamic') needs a budget to fit: give stash(..., budget=)")
             self._dynamic = DynamicOffload(core, budget)
         self._default = self._treatment(default)
-        self._treatments = {
+        treatments = {
             module: self._treatment(policy) for module, policy in policies.items() if not isinstance(policy, Recompute)
         }
         self._recomputed = RecomputedModules(core, whole)
@@ -94,7 +93,7 @@ class Saving:
         self._stand_ins: list[StandIn] = [  # the innermost first
             *self.given.stand_ins,
             *(ScopedModule(core, module, part=number) for number, (_, module) in enumerate(parts)),
-            *(ScopedModule(core, module, treatment=treatment) for module, treatment in self._treatments.items()),
+            *(ScopedModule(core, module, treatment=treatment) for module, treatment in treatments.items()),
             *(
                 self._recomputed.of_policy(module)
                 for module, policy in policies.items()

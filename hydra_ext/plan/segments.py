@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hydra_ext import _C
-from hydra_ext.policy import Compress, Keep, Offload
-from hydra_ext.profile import GivenPolicies, ModuleFigures, Profile
+from hydra_ext.policy import Compress, GivenPolicies, Keep, Offload
+from hydra_ext.profile import ModuleFigures, Profile
 
 _LEAST_GAIN = 1.5  # a segment that saves less than this many times its inputs is not worth a second forward
 _LEAST_BYTES = 2**16

@@ -3,12 +3,10 @@
 from hydra_ext.profile.cuts import balanced_cut, cuts_of
 from hydra_ext.profile.dry_run import device_of, dry_run, dtype_of, faked
 from hydra_ext.profile.figures import Amount, BlockFigures, ModuleFigures, Peaks, Profile
-from hydra_ext.profile.given import GivenPolicies
 
 __all__ = [
     "Amount",
     "BlockFigures",
-    "GivenPolicies",
     "ModuleFigures",
     "Peaks",
     "Profile",

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
+from hydra_ext.policy import GivenPolicies
 from hydra_ext.profile.figures import Chain, ModuleFigures, Profile
-from hydra_ext.profile.given import GivenPolicies
 
 _OWN_SHARE = 0.5  # of saved bytes: a module that saves more than this outside its children is not cut
 _HALVINGS = 12  # of what a model saves: limits of groups

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hydra_ext import _C
-from hydra_ext.activations.given import GivenTreatments
+import torch
+
+from hydra_ext import _C, codec
+from hydra_ext.activations.given import CodedBytes, GivenTreatments
 from hydra_ext.activations.profiler import Profiler
 from hydra_ext.blocks import Block
 from hydra_ext.errors import PlanError
+from hydra_ext.plan.segments import Coding
 from hydra_ext.plan.steps.problem import StepProblem, StepSetting, Wishes
 from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.profile.figures import BlockFigures
-from hydra_ext.runtime.coding import CodingFigures
 from hydra_ext.runtime.fit import STRICT, FitOwner
 from hydra_ext.runtime.placement.residents import buffer_bytes
 
@@ -26,6 +29,8 @@ _CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in
 _TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
 _OFF = 0.3  # a step that differs by more from its forecast is planned again
 _LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
+_CODED_NUMBERS = 2**18  # that are compressed to find the codec's speed
+_CODING_TRIALS = 3
 _NOTHING = Profile(modules={"": ModuleFigures(name="")})  # of a model whose forward was not seen
 
 
@@ -202,3 +207,63 @@ class _LaneSpeed:
         now = self._statistics()
         moved, busy = now.bytes - self._before.bytes, now.busy_seconds - self._before.busy_seconds
         return moved / busy if moved >= _LEAST_SAMPLE and busy > 0 else math.inf
+
+
+class CodingFigures:
+    """Ratios of the modules that may be compressed, from a measured microbatch, and the codec's speed.
+
+    Args:
+        given: What the user allows.
+        device: Device that compresses.
+    """
+
+    def __init__(self, given: GivenTreatments, device: torch.device) -> None:
+        self._given = given
+        self._device = device
+        self._before: dict[str, CodedBytes] = {}
+        self._found: dict[str, CodedBytes] = {}
+        self._speed: float | None = None
+
+    def begin(self) -> None:
+        """A microbatch begins, in which all that may be is compressed."""
+        self._before = self._given.coded()
+
+    def end(self) -> None:
+        """Its backward has ended."""
+        now = self._given.coded()
+        self._found = {name: coded - self._before.get(name, CodedBytes()) for name, coded in now.items()}
+
+    def of(self, members: Sequence[str], nbytes: int) -> Coding | None:
+        """The coding of modules that save so many fresh bytes together; None if none of these were compressed."""
+        inside = [
+            coded
+            for name, coded in self._found.items()
+            if any(name == member or name.startswith(f"{member}.") for member in members)
+        ]
+        coded = sum(inside, CodedBytes())
+        if not coded.encoded:
+            return None
+        whole = coded.encoded + coded.exact
+        return Coding(
+            stream_bytes=nbytes * (coded.streams + coded.exact) // whole,
+            seconds=nbytes * coded.encoded / whole / self._bytes_per_second(),
+        )
+
+    def _bytes_per_second(self) -> float:
+        """Of one number that is compressed and decoded."""
+        if self._speed is None:
+            generator = torch.Generator().manual_seed(0)
+            numbers = torch.randn(_CODED_NUMBERS, generator=generator).to(self._device)
+            self._speed = numbers.nbytes / min(self._seconds(numbers) for _ in range(_CODING_TRIALS))
+        return self._speed
+
+    def _seconds(self, numbers: torch.Tensor) -> float:
+        self._settle()
+        began = time.perf_counter()
+        codec.decompress(codec.compress(numbers, error_bound=0.01))
+        self._settle()
+        return max(time.perf_counter() - began, 1e-9)
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

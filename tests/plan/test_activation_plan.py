@@ -135,6 +135,11 @@ def test_what_is_given_counts_for_the_least_budget_and_needs_an_option_that_is_p
         _C.least_activation_budget([[segment(), segment(options=[AGAIN])]])
 
 
+def test_of_plans_that_are_as_fast_the_one_that_moves_less_is_taken() -> None:
+    chain = [segment(), segment(options=[OFFLOAD]), segment()]
+    assert _C.plan_activations([chain], microbatches=1, budget=1000).options == [KEEP, OFFLOAD, KEEP]
+
+
 def test_given_round_sizes_are_kept_to() -> None:
     for size in (1, 2, 3):
         plan = _C.plan_activations([[segment()]], microbatches=3, budget=1000, round_sizes=[size])

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from hydra_ext import Keep, Offload, Recompute
-from hydra_ext.profile import Amount, GivenPolicies, ModuleFigures, Profile, cuts_of
+from hydra_ext.policy import GivenPolicies
+from hydra_ext.profile import Amount, ModuleFigures, Profile, cuts_of
 
 
 class Tree:

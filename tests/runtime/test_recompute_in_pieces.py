@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import hydra_ext
 from hydra_ext import SimulatedDevice
+from hydra_ext.plan.steps.memory import memory_of
 from hydra_ext.plan.steps.problem import StepProblem, StepSetting
 from hydra_ext.profile.dry_run import dry_run
 from support.models.picture_models import PICTURES
@@ -19,7 +21,8 @@ from support.models.zoo import FAMILIES
 from support.runtime.fitted import both
 from support.stash.stashed import assert_same
 
-WIDTH, ROWS, LAYERS = 32, 96, 16
+WIDTH, ROWS, LAYERS = 32, 512, 16
+SLOW = 1e6  # bytes a second of the link
 
 
 class Layer(nn.Module):
@@ -128,31 +131,78 @@ def test_a_second_call_has_the_pieces_of_the_first_whatever_is_chosen_by_then() 
     assert stash.report().recomputed == len(outer) + len(pieces[::2])
 
 
+class Part(nn.Module):
+    """Does not save what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x * 2)
+        return y
+
+
+class WritesLater(nn.Module):
+    """Writes to what its part has taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        y = self.part(x)
+        x += y
+        return x
+
+
+def test_a_module_whose_arguments_are_written_to_later_is_no_piece() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(WritesLater() for _ in range(3)))
+    twin = copy.deepcopy(model)
+    stash = hydra_ext.stash(hydra_ext.Offload(), model=model, device="simulated")
+    for seed in range(3):
+        for each in (model, twin):
+            torch.manual_seed(seed)
+            x = torch.randn(64, WIDTH)
+            with stash if each is model else nullcontext():
+                if each is model:
+                    parts = [layer.part for layer in model]
+                    stash._saving._recomputed.choose([*model], torch.device("cpu"), pieces=parts)
+                loss = each(x).square().mean()
+            loss.backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    assert stash.report().recomputed == 3 * len(model)  # the trial of each among them
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def problem_of(model: nn.Module, speed: float) -> StepProblem:
-    x = torch.randn(ROWS, WIDTH)
+def problem() -> StepProblem:
+    model, x = deep(), torch.randn(ROWS, WIDTH)
     profile = dry_run(model, x, lambda given: loss_of(model, given))
-    return StepProblem(profile, StepSetting(microbatches=1, to_device=speed, to_host=speed, buffer_bytes=0))
+    return StepProblem(profile, StepSetting(microbatches=1, to_device=SLOW, to_host=SLOW, buffer_bytes=0))
 
 
 def test_a_deep_chain_is_foreseen_faster_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of(deep(), 5e6)
-    budgets = [int(share * problem.ideal_bytes) for share in (0.25, 0.3, 0.35, 0.4)]
-    found = [problem.solve(budget) for budget in budgets]
+    with_pieces = problem()
+    budget = int(0.13 * with_pieces.ideal_bytes)
     monkeypatch.setattr("hydra_ext.plan.steps.problem.in_pieces", lambda *_: None)
-    plain = [problem_of(deep(), 5e6).solve(budget) for budget in budgets]
-    print([(a.seconds, b.seconds, a.cut >= problem._first_nested) for a, b in zip(found, plain, strict=True)])
-    assert all(a.seconds <= b.seconds for a, b in zip(found, plain, strict=True))
-    assert any(a.seconds < 0.8 * b.seconds for a, b in zip(found, plain, strict=True))
+    without = problem()
+    found = with_pieces.solve(budget)
+    assert found.seconds < 0.9 * without.solve(budget).seconds
+    chain = with_pieces.segments[found.cut]
+    assert any(segment.freedom.nested for segment in chain)
+    assert found.peak_bytes == max(point.total for point in memory_of(chain, found, 0)) <= budget
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_plan_in_pieces_has_the_bits_of_a_loop(seed: int) -> None:
-    device = SimulatedDevice(to_device_bytes_per_second=2e6, to_host_bytes_per_second=2e6, asynchronous=True, seed=seed)
-    found = both(deep, in_steps, budget=800_000, device=device)
+def test_a_plan_in_pieces_has_the_bits_of_a_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydra_ext.runtime.step_planner._LaneSpeed.bytes_per_second", lambda _: SLOW)
+    found = both(deep, in_steps, budget=3_000_000, device=SimulatedDevice(asynchronous=True, seed=seed))
     assert found.equal
     assert found.retries == 0
     assert found.pieces
-    assert found.second_calls > 3 * len(found.recomputed) + 3 * len(found.pieces)
+    steps = 2  # with this plan, after the one that tries it
+    assert found.second_calls >= steps * len([*found.recomputed, *found.pieces])

@@ -91,11 +91,14 @@ std::optional<IntervalIndex::RoomStep> IntervalIndex::next_for_room(Bytes bytes,
   if (room_.has_room(bytes)) {
     return std::nullopt;
   }
-  for (const auto& [number, known] : held_) {
-    const StashedIntervalPtr interval = lock.look_at(known);
-    std::optional<RoomStep> step = interval ? interval->make_room(lock, in_backward) : std::nullopt;
-    if (step) {
-      return step;
+  for (const bool leaves_anyway : {true, false}) {
+    for (const auto& [number, known] : held_) {
+      const StashedIntervalPtr interval = lock.look_at(known);
+      const bool is_next = interval && interval->leaves_anyway(lock) == leaves_anyway;
+      std::optional<RoomStep> step = is_next ? interval->make_room(lock, in_backward) : std::nullopt;
+      if (step) {
+        return step;
+      }
     }
   }
   return std::nullopt;

@@ -131,8 +131,9 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
     TicketPtr awaited;             // wait for it
     StashedIntervalPtr departing;  // encode or send it
   };
-  /// Returns a step of the oldest interval that can make room, except for one that backward will read again next. Null
-  /// if there is room for `bytes` more, or no interval can make any.
+  /// Returns a step of the oldest interval that can make room, except for one that backward will read again next. Those
+  /// that are leaving and never stay come before all others. Null if there is room for `bytes` more, or no interval can
+  /// make any.
   std::optional<RoomStep> next_for_room(Bytes bytes, bool in_backward);
   /// The oldest transfer under way whose end releases device memory (see note_releasing); null if there is none.
   TicketPtr next_to_release();

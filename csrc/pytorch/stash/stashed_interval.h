@@ -149,6 +149,9 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   bool leaves_at_once(const Lock& /*lock*/) const noexcept {
     return plan_.leaves_at_once && plan_.staying <= Staying::kWhileRoom;
   }
+  bool leaves_anyway(const Lock& /*lock*/) const noexcept {
+    return state_ == kLeaving && plan_.staying == Staying::kNever;
+  }
   bool stays_longest(const Lock& /*lock*/) const noexcept { return plan_.staying == Staying::kLongest; }
   bool may_be_encoded_at_once(const Lock& /*lock*/) const noexcept {
     return plan_.encodes_at_once && wishes_.encodable;

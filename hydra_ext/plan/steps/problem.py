@@ -10,7 +10,8 @@ from hydra_ext import _C
 from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall, PlanError
 from hydra_ext.plan.segments import CodingOf, Segment, in_pieces, needs_again, segments_of
 from hydra_ext.plan.steps.memory import moved_bytes
-from hydra_ext.profile import Amount, GivenPolicies, ModuleFigures, Profile, balanced_cut, cuts_of
+from hydra_ext.policy import GivenPolicies
+from hydra_ext.profile import Amount, ModuleFigures, Profile, balanced_cut, cuts_of
 
 REST = "(outside of the segments)"
 
