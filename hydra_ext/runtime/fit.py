@@ -170,8 +170,10 @@ class Fit:
         """The round to run when ``left`` microbatches remain."""
         wanted = min(size or left, left)
         if self._rung is Rung.GIVEN and (size is not None or recompute):
-            self._saving.given.follow(())
-            self._saving.recompute((), self._owner.device)
+            if not self._saving.given.follows:
+                self._saving.given.follow(())
+                if self._saving.given.recomputed:
+                    self._saving.recompute((), self._owner.device)
             self._saving.set_room(self._owner.budget)
             return Decision(wanted, recompute=recompute is True)
         if self._rung is Rung.PLANNED:

@@ -161,6 +161,20 @@ def test_a_module_inside_of_a_recomputed_one_is_called_again_with_it() -> None:
     assert not [name for name in found.planned if name.startswith("layers.0.")]
 
 
+def test_what_is_given_is_followed_in_rounds_of_a_given_size() -> None:
+    """Nothing is planned there."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hydra_ext.offload(model, optimizer, budget=AMPLE, device=SimulatedDevice(), activations=EACH) as run:
+        for _ in range(2):
+            run.step(data(4), lambda x: loss_of(model, x), round_size=2)
+        report = run.report().activations
+    assert report is not None
+    assert report.recomputed == 8
+    stayed = {part.name: part.stayed > 0 for part in report.parts if part.name.startswith("layers")}
+    assert stayed == {"layers.0": True, "layers.1": False, "layers.2": True, "layers.3": True}  # 2: what it takes
+
+
 class Flat(nn.Sequential):
     """Its children are grouped where a plan recomputes."""
 
