@@ -7,9 +7,9 @@ import reprlib
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_ext import _C
-from hydra_ext.activations.choice import Choice, default_policy, policies_of
+from hydra_ext.activations.choice import (
+    Choice,
+    Planned,
+    PlannedChoice,
+    default_policy,
+    planned_of,
+    policies_of,
+)
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, Site, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
-from hydra_ext.policy import Auto, Checks, Offload, SimulatedDevice, parse_bytes
+from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
 from hydra_ext.runtime.placement.faces import can_dress
@@ -39,6 +46,30 @@ if TYPE_CHECKING:
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
 _BLOCKS_PER_BUDGET = 4
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """What becomes of saved tensors.
+
+    Attributes:
+        policy: Of all, or by module; None if all stay. Where they are planned, the policy of those without any.
+        planned: How, and the policies that modules have beside the plan; None if nothing is planned.
+    """
+
+    policy: Choice | None
+    planned: Planned | None = None
+
+    @staticmethod
+    def of(chosen: PlannedChoice | None, model: nn.Module) -> _Activations:
+        planned = None if chosen is None else planned_of(chosen, model)
+        if planned is not None:
+            return _Activations(Offload(), planned)
+        policy: Any = chosen
+        if policy is not None:
+            default_policy(policy)  # raises InvalidArgument for an invalid policy
+            policies_of(policy, model)
+        return _Activations(policy)
 
 
 class offload:  # noqa: N801 - a verb: it is used as a function
@@ -74,7 +105,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             plans what stays, what leaves and what is computed again, so that steps fit the budget and are fast; see
             :meth:`Run.plan`. ``hydra_ext.Auto(...)`` is the same with an option. Hooks on saved tensors that are active
             around a forward take precedence. A policy such as ``hydra_ext.Offload()``, or one for each module, as
-            :class:`hydra_ext.stash` takes it, is kept to. None leaves all of them on the device.
+            :class:`hydra_ext.stash` takes it, is kept to. A mapping or a function may also give ``"auto"`` for the
+            whole model, whose name is ``""``. Then policies of modules are constraints of the plan: ``Keep()`` and
+            ``Offload()`` are followed, ``Recompute()`` too, and ``Compress()`` allows the plan to compress there. None
+            leaves all tensors on the device.
         process_group: Ranks that train copies of this model together. None takes torch.distributed's default group if
             it is initialised and has several ranks; False takes none. The copies have to be alike. They begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``; give the optimizers equal states.
@@ -111,7 +145,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         spill_dir: str | os.PathLike[str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        activations: Choice | Auto | Literal["auto"] | None = "auto",
+        activations: PlannedChoice | None = "auto",
         process_group: dist.ProcessGroup | Literal[False] | None = None,
         checks: Checks | None = None,
     ) -> None:
@@ -136,10 +170,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._grad_dtype = grad_dtype
         check_group(process_group)
         self._process_group = process_group
-        self._activations = Auto() if activations == "auto" else activations
-        if self._activations is not None and not isinstance(self._activations, Auto):
-            default_policy(self._activations)  # raises InvalidArgument for an invalid policy
-            policies_of(self._activations, model)
+        self._activations = _Activations.of(activations, model)
         self._checks = checks or Checks()
         self._run: Run | None = None
         _refuse_unsupported(model)
@@ -176,7 +207,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         arena = self._place.make_arena()
         backend = self._place.make_backend()
         stash = None
-        if self._activations is not None:
+        if self._activations.policy is not None:
             stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)
         core = _C.PagedModel(
             backend=backend,
@@ -230,15 +261,16 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             self._host_limit,
             slot_bytes=lambda number: _slot_bytes(blocks[number].parameters, self._param_dtype),
             gradients_stay=replicas is not None,
-            saved_leave=self._activations is not None,
+            saved_leave=self._activations.policy is not None,
         )
 
     def _make_heads(self) -> Heads | None:
-        if not isinstance(self._activations, Auto):
+        planned = self._activations.planned
+        if planned is None:
             return None
         from hydra_ext.heads.calls import Heads
 
-        return Heads(self._model, self._budget, exact=not self._activations.inexact_heads)
+        return Heads(self._model, self._budget, exact=not planned.auto.inexact_heads)
 
     def _make_saving(self, stash: _C.Stash, entered: weakref.WeakSet[Run]) -> Saving:
         """Makes the stash's hooks. What they hold does not hold the run, which holds them; ``entered`` has it."""
@@ -261,12 +293,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
         return Saving(
             stash,
-            Offload() if self._activations is None or isinstance(self._activations, Auto) else self._activations,
+            self._activations.policy or Keep(),
             self._model,
             whole,
             optimizer=self._optimizer,
             face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
-            yields=isinstance(self._activations, Auto),
+            given=None if self._activations.planned is None else self._activations.planned.given,
         )
 
     def _casts(self) -> str:

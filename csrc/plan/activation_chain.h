@@ -18,6 +18,8 @@
 #pragma once
 
 #include <array>
+#include <bitset>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -33,11 +35,27 @@ inline constexpr std::array kActivationOptions = {ActivationOption::kKeep, Activ
                                                   ActivationOption::kCompress, ActivationOption::kRecompute,
                                                   ActivationOption::kRecomputeOffloaded};
 
+/// Options, each at the place of its number.
+using OptionBits = std::bitset<kActivationOptions.size()>;
+
 /// Where a segment may run forward again. Inside a round, blocks that begin in the segment forbid it.
 enum class RecomputeScope : std::uint8_t {
   kNever,
   kAlone,     // with rounds of 1
   kInRounds,  // with rounds of any size
+};
+
+/// A second forward in pieces: what a piece saves is dropped again, and the piece runs once more in its own backward.
+struct NestedForward {
+  Bytes bytes = 0;     // that are there at once: the inputs of all pieces, and what the largest piece saves
+  double seconds = 0;  // of the second forward, and of the third ones
+};
+
+/// What a segment's own limits and its module's policy leave to the planner.
+struct SegmentFreedom {
+  RecomputeScope recompute = RecomputeScope::kNever;
+  OptionBits refused;
+  std::optional<NestedForward> nested;  // how it runs again; none: in one piece
 };
 
 /// Bytes of storages. One that an earlier segment has saved is not new, but it stays if any segment keeps it.
@@ -70,7 +88,7 @@ struct ActivationSegment {
   Bytes slot_bytes = 0;  // of its largest block: the least of its weights that is on the device
   GradientBytes gradients;
   std::optional<SegmentCoding> coding;  // none: not to be compressed
-  RecomputeScope recompute = RecomputeScope::kNever;
+  SegmentFreedom freedom;
 };
 
 struct ActivationMachine {
@@ -93,13 +111,16 @@ struct ActivationTreatment {
 };
 
 inline bool allows(const ActivationSegment& segment, ActivationOption option, int round_size) {
+  if (segment.freedom.refused.test(static_cast<std::size_t>(option))) {
+    return false;
+  }
   switch (option) {
     case ActivationOption::kCompress:
       return segment.coding.has_value();
     case ActivationOption::kRecompute:
     case ActivationOption::kRecomputeOffloaded:
-      return segment.recompute == RecomputeScope::kInRounds ||
-             (segment.recompute == RecomputeScope::kAlone && round_size == 1);
+      return segment.freedom.recompute == RecomputeScope::kInRounds ||
+             (segment.freedom.recompute == RecomputeScope::kAlone && round_size == 1);
     default:
       return true;
   }

@@ -23,16 +23,21 @@ constexpr double kNoSeconds = std::numeric_limits<double>::infinity();
 
 void check_activation_segment(const ActivationSegment& segment, std::size_t number) {
   const SegmentCoding coding = segment.coding.value_or(SegmentCoding());
-  for (const double seconds : {segment.forward_seconds, segment.backward_seconds, coding.seconds}) {
+  const NestedForward nested = segment.freedom.nested.value_or(NestedForward());
+  for (const double seconds : {segment.forward_seconds, segment.backward_seconds, coding.seconds, nested.seconds}) {
     HYDRA_EXPECT(std::isfinite(seconds) && seconds >= 0, PlanError,
                  "segment " + std::to_string(number) + ": its seconds are negative or not finite");
   }
-  for (const Bytes bytes : {segment.saved.fresh, segment.saved.all, segment.inputs.fresh, segment.inputs.all,
-                            segment.parked_bytes, segment.forward_bytes, segment.backward_bytes, segment.gradients.live,
-                            segment.weight_bytes, segment.slot_bytes, segment.gradients.all, coding.stream_bytes}) {
+  for (const Bytes bytes :
+       {segment.saved.fresh, segment.saved.all, segment.inputs.fresh, segment.inputs.all, segment.parked_bytes,
+        segment.forward_bytes, segment.backward_bytes, segment.gradients.live, segment.weight_bytes, segment.slot_bytes,
+        segment.gradients.all, coding.stream_bytes, nested.bytes}) {
     HYDRA_EXPECT(bytes >= 0 && bytes < Bytes{1} << 40, PlanError,
                  "segment " + std::to_string(number) + ": its bytes are negative, or too many to count");
   }
+  const auto is_allowed = [&](ActivationOption option) { return allows(segment, option, 1); };
+  HYDRA_EXPECT(std::ranges::any_of(kActivationOptions, is_allowed), PlanError,
+               "segment " + std::to_string(number) + " allows no option");
 }
 
 void check_activation_problem(const ActivationProblem& problem) {
@@ -86,14 +91,23 @@ std::vector<int> tried_round_sizes(const ActivationProblem& problem) {
 
 /// The option with which the segment needs and keeps the least.
 ActivationOption frugal_option(const ActivationSegment& segment, int round_size) {
-  ActivationOption best = ActivationOption::kOffload;
-  for (const ActivationOption option : {ActivationOption::kCompress, ActivationOption::kRecomputeOffloaded}) {
+  using enum ActivationOption;
+  std::optional<ActivationOption> best;
+  for (const ActivationOption option : {kOffload, kCompress, kRecomputeOffloaded, kRecompute, kKeep}) {
     if (allows(segment, option, round_size) &&
-        needed_bytes(segment, option, round_size) < needed_bytes(segment, best, round_size)) {
+        (!best || needed_bytes(segment, option, round_size) < needed_bytes(segment, *best, round_size))) {
       best = option;
     }
   }
-  return best;
+  return best.value_or(kOffload);  // not allowed, so no treatment with it fits
+}
+
+OptionChain frugal_options(const SegmentChain& segments, int round_size) {
+  OptionChain options;
+  for (const ActivationSegment& segment : segments) {
+    options.push_back(frugal_option(segment, round_size));
+  }
+  return options;
 }
 
 /// What one second of each counts.
@@ -179,7 +193,9 @@ class CheapestOptions {
 
   std::optional<Move> move_of(const ActivationSegment& segment, ActivationOption option, const LaneWeights& weights,
                               const OptionSet& set) const {
-    const bool others = set.offloads || allows(segment, ActivationOption::kRecompute, setting_.round_size);
+    const bool others = std::ranges::any_of(kActivationOptions, [&](ActivationOption other) {
+      return other != ActivationOption::kKeep && set.has(other) && allows(segment, other, setting_.round_size);
+    });
     const Bytes left = room_ - needed_bytes_if_allowed(segment, option);
     if (!allows(segment, option, setting_.round_size) || (!set.has(option) && others) || left < 0) {
       return std::nullopt;
@@ -301,7 +317,7 @@ class ActivationSearch {
     std::vector<Start> starts;
     for (const TreatmentSetting& setting : settings()) {
       Start start = {setting, {setting.cut, {{}, setting.round_size, setting.stash_bytes}, kNoSeconds}};
-      offer(start, frugal_options(setting));
+      offer(start, frugal_options(problem_.cuts[setting.cut], setting.round_size));
       for (const ActivationOption option : kActivationOptions) {
         offer(start, uniform_options(setting, option));
       }
@@ -343,19 +359,16 @@ class ActivationSearch {
     return found;
   }
 
-  OptionChain frugal_options(const TreatmentSetting& setting) const {
-    OptionChain options;
-    for (const ActivationSegment& segment : problem_.cuts[setting.cut]) {
-      options.push_back(frugal_option(segment, setting.round_size));
-    }
-    return options;
-  }
-
-  /// The option wherever it is allowed, else keep.
+  /// The option wherever it is allowed, else keep, else what needs the least.
   OptionChain uniform_options(const TreatmentSetting& setting, ActivationOption option) const {
-    OptionChain options;
-    for (const ActivationSegment& segment : problem_.cuts[setting.cut]) {
-      options.push_back(allows(segment, option, setting.round_size) ? option : ActivationOption::kKeep);
+    const SegmentChain& segments = problem_.cuts[setting.cut];
+    OptionChain options = frugal_options(segments, setting.round_size);
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      if (allows(segments[i], option, setting.round_size)) {
+        options[i] = option;
+      } else if (allows(segments[i], ActivationOption::kKeep, setting.round_size)) {
+        options[i] = ActivationOption::kKeep;
+      }
     }
     return options;
   }
@@ -394,11 +407,22 @@ class ActivationSearch {
     if (is_new) {
       work_ -= 2 * problem_.microbatches * static_cast<std::int64_t>(segments.size());
       known->second = simulate_step(segments, machine, problem_.microbatches, treatment).seconds;
-      if (known->second < best_.seconds) {
+      if (is_better(cut, treatment, known->second)) {
         best_ = {cut, treatment, known->second};
       }
     }
     return known->second;
+  }
+
+  /// Of treatments that are equally fast, the one that moves less: a link that is free is none that was measured well.
+  bool is_better(std::size_t cut, const ActivationTreatment& treatment, double seconds) const {
+    if (seconds != best_.seconds || seconds == kNoSeconds) {
+      return seconds < best_.seconds;
+    }
+    const auto moved = [&](std::size_t which, const ActivationTreatment& of) {
+      return host_bytes(problem_.cuts[which], of) / of.round_size;
+    };
+    return moved(cut, treatment) < moved(best_.cut, best_.treatment);
   }
 
   static std::string key_of(std::size_t cut, const ActivationTreatment& treatment) {
@@ -515,11 +539,7 @@ Bytes least_budget(const ActivationProblem& problem) {
   Bytes least = std::numeric_limits<Bytes>::max();
   for (const SegmentChain& segments : problem.cuts) {
     for (const int round_size : tried_round_sizes(problem)) {
-      Bytes needed = 0;
-      for (const ActivationSegment& segment : segments) {
-        needed = std::max(needed, needed_bytes(segment, frugal_option(segment, round_size), round_size));
-      }
-      least = std::min(least, needed);
+      least = std::min(least, peak_bytes(segments, {frugal_options(segments, round_size), round_size, 0}));
     }
   }
   return least;

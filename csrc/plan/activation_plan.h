@@ -35,7 +35,7 @@ struct ActivationPlan {
 };
 
 /// The least budget that any treatment fits: that of the neediest segment in the best cut and size of rounds, with
-/// nothing kept. Throws PlanError if the problem makes no sense.
+/// nothing kept but what policies keep. Throws PlanError if the problem makes no sense.
 Bytes least_budget(const ActivationProblem& problem);
 
 /// The sizes of rounds that are tried unless others are given, and those of the stash.

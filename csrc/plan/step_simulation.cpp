@@ -8,6 +8,21 @@ namespace hydra {
 
 namespace {
 
+double again_seconds(const ActivationSegment& segment, ActivationOption option) {
+  if (!runs_again(option)) {
+    return 0;
+  }
+  return segment.freedom.nested ? segment.freedom.nested->seconds : segment.forward_seconds;
+}
+
+/// What a second forward saves.
+Bytes again_bytes(const ActivationSegment& segment, ActivationOption option) {
+  if (!runs_again(option)) {
+    return 0;
+  }
+  return segment.freedom.nested ? segment.freedom.nested->bytes : std::max(segment.saved.fresh, segment.saved.all);
+}
+
 /// Bytes that take room until a moment. The moments of later ones are not earlier.
 class BytesInFlight {
  public:
@@ -59,7 +74,7 @@ class StepRun {
       const Bytes on_disk = std::clamp<Bytes>(off_device - machine.host_bytes, 0, of_round);
       const double disk = on_disk > 0 ? static_cast<double>(on_disk) / treatment.round_size / machine.disk : 0;
       const double coding = option == ActivationOption::kCompress ? segment.coding->seconds / 2 : 0;
-      const double again = runs_again(option) ? segment.forward_seconds : 0;
+      const double again = again_seconds(segment, option);
       visits_.push_back({machine.budget - kept - needed_bytes(segment, option, treatment.round_size), moved,
                          segment.forward_seconds + coding, segment.backward_seconds + again + coding,
                          static_cast<double>(moved) / machine.to_host + disk,
@@ -227,9 +242,9 @@ class StepRun {
 
   void note_backward(std::size_t i, double begin) {
     if (record_ != nullptr) {
-      const bool again = runs_again(treatment_.options[i]);
-      const double backward = begin + (again ? segments_[i].forward_seconds : 0);
-      if (again) {
+      const double again = again_seconds(segments_[i], treatment_.options[i]);
+      const double backward = begin + again;
+      if (again > 0) {
         note(StepWorkKind::kRecompute, i, begin, backward);
       }
       note(StepWorkKind::kBackward, i, backward, now_);
@@ -291,7 +306,7 @@ Bytes moved_bytes(const ActivationSegment& segment, ActivationOption option) {
 
 double compute_seconds(const ActivationSegment& segment, ActivationOption option) {
   double seconds = segment.forward_seconds + segment.backward_seconds;
-  seconds += runs_again(option) ? segment.forward_seconds : 0;
+  seconds += again_seconds(segment, option);
   return seconds + (option == ActivationOption::kCompress ? segment.coding->seconds : 0);
 }
 
@@ -299,11 +314,10 @@ Bytes needed_bytes(const ActivationSegment& segment, ActivationOption option, in
   const bool in_rounds = round_size > 1;
   const Bytes gradients = in_rounds ? std::max(segment.gradients.all, segment.gradients.live) : segment.gradients.live;
   const bool runs_twice = runs_again(option);
-  const Bytes again = runs_twice ? std::max(segment.saved.fresh, segment.saved.all) : 0;
   const Bytes in_use = runs_twice ? std::max(segment.forward_bytes, segment.backward_bytes) : segment.backward_bytes;
   return round_size * kept_bytes(segment, option) + (round_size - 1) * segment.parked_bytes +
          (in_rounds ? segment.weight_bytes : segment.slot_bytes) +
-         std::max(segment.forward_bytes, in_use + gradients + again);
+         std::max(segment.forward_bytes, in_use + gradients + again_bytes(segment, option));
 }
 
 Bytes peak_bytes(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment) {

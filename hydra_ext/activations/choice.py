@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import fnmatch
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from hydra_ext.errors import InvalidArgument, UnsupportedModel
-from hydra_ext.policy import Compress, Keep, Offload, Recompute
+from hydra_ext.policy import Auto, Compress, Keep, Offload, Recompute
 
 Policy = Keep | Offload | Compress | Recompute
 Choice = Policy | Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
+AutoChoice = Auto | Literal["auto"]
+PlannedChoice = (
+    AutoChoice | Choice | Mapping[str, Policy | AutoChoice] | Callable[[str, nn.Module], Policy | AutoChoice | None]
+)
+"""What becomes of tensors may be planned: ``"auto"``, or ``"auto"`` for the whole model beside policies of modules."""
 
 _KINDS = (Keep, Offload, Compress, Recompute)
 
@@ -53,24 +60,93 @@ def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Poli
         return {}
     if model is None:
         raise InvalidArgument("policies by module need the model: give stash(..., model=model)")
+    modules = dict(model.named_modules())
     found: dict[nn.Module, Policy] = {}
-    if isinstance(choice, Mapping):
-        for pattern, policy in choice.items():
-            chosen = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
-            if not chosen:
-                raise InvalidArgument(
-                    f"no module of {type(model).__name__} has a name that matches '{pattern}': give a name or pattern "
-                    "of model.named_modules()"
-                )
-            found |= dict.fromkeys(chosen, _checked(policy, pattern))
-        _refuse_scripted(found)
-        return found
-    for name, module in model.named_modules():
-        chosen_policy = choice(name, module)
-        if chosen_policy is not None:
-            found[module] = _checked(chosen_policy, name)
+    for pattern, names, policy in _given(choice, model):
+        found |= dict.fromkeys(map(modules.__getitem__, names), _checked(policy, pattern))
     _refuse_scripted(found)
     return found
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What becomes of saved tensors is planned.
+
+    Attributes:
+        auto: How.
+        given: Policies that modules have, by their names: constraints of the plan.
+    """
+
+    auto: Auto
+    given: Mapping[str, Policy]
+
+
+def planned_of(choice: PlannedChoice, model: nn.Module) -> Planned | None:
+    """What a choice says of a plan; None if it plans nothing.
+
+    Raises:
+        InvalidArgument: ``"auto"`` is given for a module, or the whole model has another policy, too; a pattern matches
+            no module; or a module's choice is not a policy.
+    """
+    whole = _auto_of(choice)
+    if whole is not None:
+        return Planned(whole, {})
+    if not isinstance(choice, Mapping) and (isinstance(choice, _KINDS) or not callable(choice)):
+        return None
+    found: dict[str, object] = {}
+    for pattern, names, policy in _given(choice, model):
+        auto = _auto_of(policy)
+        if auto is not None and pattern:
+            raise InvalidArgument(
+                f"'auto' is given for '{pattern}': only the whole model can be planned. Give {{'': 'auto'}}, and "
+                "policies such as hydra_ext.Offload() for modules"
+            )
+        if auto is None and "" in names and isinstance(found.get(""), Auto):
+            raise InvalidArgument(
+                f"'{pattern}' also matches the whole model, which is 'auto': give a pattern of modules inside, or no "
+                "'auto'"
+            )
+        found |= dict.fromkeys(names, policy if auto is None else auto)
+    whole = _auto_of(found.pop("", None))
+    return None if whole is None else Planned(whole, _checked_beside_auto(found, model))
+
+
+def _auto_of(choice: object) -> Auto | None:
+    if isinstance(choice, Auto):
+        return choice
+    return Auto() if isinstance(choice, str) and choice == "auto" else None
+
+
+def _checked_beside_auto(found: Mapping[str, object], model: nn.Module) -> dict[str, Policy]:
+    given = {name: _checked(policy, name) for name, policy in found.items()}
+    for name, policy in given.items():
+        if policy == Offload("conv"):
+            raise InvalidArgument(
+                f"the policy of '{name}' is Offload('conv'), which chooses what leaves as 'auto' does: give Offload(), "
+                "or no policy"
+            )
+    modules = dict(model.named_modules())
+    _refuse_scripted({modules[name]: policy for name, policy in given.items()})
+    return given
+
+
+def _given(choice: Any, model: nn.Module) -> Iterator[tuple[str, list[str], object]]:
+    """Patterns, the names that they match, and what is given for them."""
+    modules = dict(model.named_modules())
+    if not isinstance(choice, Mapping):
+        for name, module in modules.items():
+            policy = choice(name, module)
+            if policy is not None:
+                yield name, [name], policy
+        return
+    for pattern, policy in choice.items():
+        names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            raise InvalidArgument(
+                f"no module of {type(model).__name__} has a name that matches '{pattern}': give a name or pattern "
+                "of model.named_modules()"
+            )
+        yield pattern, names, policy
 
 
 def _checked(policy: object, name: str) -> Policy:

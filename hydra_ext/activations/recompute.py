@@ -4,6 +4,9 @@ Such a module's call becomes a non-reentrant checkpoint. Tensors that are saved 
 makes them again when backward first asks for one. The checkpoint saves the call's arguments, which go to the stash
 around it.
 
+Inside of such a call other modules can be its pieces. A piece is a checkpoint, too, and saves its arguments in the one
+around it. So the second call of that one drops what the piece saves, and the piece's own backward calls it again.
+
 A stand-in replaces the module's call. So the module's own hooks run in both calls, and pre-hooks that compute weights
 compute them again.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,8 +29,9 @@ from hydra_ext import _C
 from hydra_ext.activations import functional
 from hydra_ext.activations.groups import Groups, Span
 from hydra_ext.activations.repeatable import Deviation, RepeatableCall
-from hydra_ext.calls import StandIn
+from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced
 
@@ -59,24 +63,38 @@ class RecomputedModule(StandIn):
         again: Counter of second calls.
         tried_on: Device on which the first call is repeated at once, to see whether it can be; the stash takes what it
             saves. None takes it for granted.
+        is_piece: Whether the module is recomputed only inside calls of another recomputed one. Both calls of that one
+            drop what the module saves, and its own backward calls it a third time.
 
     Attributes:
         deviated: Whether a second call differed from the first. From then on the module is not recomputed.
+        pieces: Those that calls from now on have inside.
     """
 
     def __init__(
-        self, core: _C.Stash, module: nn.Module, whole: Whole, again: Count, *, tried_on: torch.device | None = None
+        self,
+        core: _C.Stash,
+        module: nn.Module,
+        whole: Whole,
+        again: Count,
+        *,
+        tried_on: torch.device | None = None,
+        is_piece: bool = False,
     ) -> None:
         super().__init__(module)
+        self._is_piece = is_piece
         self._tried_on = tried_on
         self.core = core
         self.again = again
         self.deviated = False
+        self.pieces: tuple[RecomputedModule, ...] = ()
         self._calls = 0
         self._whole = whole
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_piece:
+            return self._in_a_call(args, kwargs)
         recomputed = torch.is_grad_enabled() and self._saves_to_the_stash() and not self.deviated
         whole = self._whole(self.module) if recomputed else None
         if whole is None:
@@ -88,11 +106,15 @@ class RecomputedModule(StandIn):
             return self._recomputed(args, kwargs)
 
     def _tried(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes a call, and a second one that leaves nothing behind. If they differ, the module is not recomputed."""
-        call = _CheckedCall(self, args, kwargs, in_full=True)
+        """Makes a call, and a second one that leaves nothing behind. If they differ, the module is not recomputed.
+
+        Both are in one piece. Pieces whose arguments are written to later in the call are recomputed no more.
+        """
+        call = _CheckedCall(self, args, kwargs, in_full=True, in_one_piece=True)
         tensors, versions = call.tensors, [*_versions(call.tensors), *call.parameters]
         before, transforms = RandomState(device, host=False), functional.transforms()
         output = call(*tensors)
+        call.drop_unfit()
         after = RandomState(device, host=False)
         has_written = any(_version(tensor) != version for tensor, version in versions)
         if has_written or functional.transforms() != transforms:
@@ -126,6 +148,16 @@ class RecomputedModule(StandIn):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.inner(*args, **kwargs)
 
+    def _in_a_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A piece's call. Its hooks on saved tensors tell of which call it is a part."""
+        hooks = _saved_tensors_hooked(True)
+        around = None if hooks is None else getattr(hooks[0], "call", None)
+        if isinstance(around, _CheckedCall) and torch.is_grad_enabled() and not self.deviated:
+            if self in around.pieces:
+                return self._recomputed(args, kwargs)
+            around.note(self, args, kwargs)
+        return self.call(args, kwargs)
+
     def _saves_to_the_stash(self) -> bool:
         """Whether tensors saved now go to this stash, and not to a checkpoint, another stash or the user's hooks."""
         hooks = _saved_tensors_hooked(True)
@@ -143,23 +175,40 @@ class RecomputedModules:
         self._core = core
         self._whole = whole
         self._groups = Groups()
-        self._chosen: dict[nn.Module, RecomputedModule] = {}  # now or before
+        self._chosen: dict[tuple[nn.Module, bool], RecomputedModule] = {}  # now or before, and whether it is a piece
         self.again = Count()
 
     def of_policy(self, module: nn.Module) -> RecomputedModule:
         return RecomputedModule(self._core, module, self._whole, self.again)
 
-    def choose(self, chosen: Collection[nn.Module | Span], device: torch.device | None) -> None:
-        """From now on these modules and groups are recomputed if a second call on the device repeats the first."""
+    def choose(
+        self,
+        chosen: Collection[nn.Module | Span],
+        device: torch.device | None,
+        *,
+        given: Collection[nn.Module] = (),
+        pieces: Collection[nn.Module] = (),
+    ) -> None:
+        """From now on these modules and groups are recomputed if a second call on the device repeats the first.
+
+        The given ones are recomputed without a trial: if a second call differs, it raises. The pieces are recomputed
+        inside the chosen ones, whose trial is theirs.
+        """
         groups = self._groups.choose([each for each in chosen if isinstance(each, Span)])
-        wanted = dict.fromkeys([*groups, *(each for each in chosen if isinstance(each, nn.Module))])
-        for module, call in self._chosen.items():
-            if module not in wanted:
+        outer = [*groups, *(each for each in chosen if isinstance(each, nn.Module)), *given]
+        wanted = dict.fromkeys([*((module, False) for module in outer), *((module, True) for module in pieces)])
+        for key, call in self._chosen.items():
+            if key not in wanted:
                 call.remove()
-        for module in wanted:
-            if module not in self._chosen:
-                self._chosen[module] = RecomputedModule(self._core, module, self._whole, self.again, tried_on=device)
-            self._chosen[module].install(innermost=True)
+        for module, is_piece in wanted:
+            if (module, is_piece) not in self._chosen:
+                tried_on = None if is_piece or module in given else device
+                self._chosen[module, is_piece] = RecomputedModule(
+                    self._core, module, self._whole, self.again, tried_on=tried_on, is_piece=is_piece
+                )
+            self._chosen[module, is_piece].install(innermost=True)
+        for module in outer:
+            self._chosen[module, False].pieces = tuple(self._chosen[piece, True] for piece in pieces)
 
 
 class _CheckedCall(RepeatableCall):
@@ -167,17 +216,37 @@ class _CheckedCall(RepeatableCall):
 
     Attributes:
         parameters: Parameters of the module, each with its version before the call.
+        pieces: The modules that are recomputed inside, in the second call as in the first.
     """
 
     def __init__(
-        self, owner: RecomputedModule, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_full: bool
+        self,
+        owner: RecomputedModule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        in_full: bool,
+        in_one_piece: bool = False,
     ) -> None:
         hold = partial(_held, owner.core)
         super().__init__(owner.module, owner.call, args, kwargs, in_full=in_full, hold=hold)
         self._owner = owner
+        self.pieces = () if in_one_piece else owner.pieces
+        self._noted: list[tuple[RecomputedModule, list[tuple[Tensor, int]]]] | None = [] if in_one_piece else None
         self._count = len(self.tensors)
         self._kind = type(owner.module).__name__
         self.parameters = _versions(owner.module.parameters())
+
+    def note(self, piece: RecomputedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module begins inside, which could be a piece."""
+        if self._noted is not None:
+            self._noted.append((piece, _versions(tensors_in((args, kwargs)))))
+
+    def drop_unfit(self) -> None:
+        """Modules whose arguments have been written to since they began are pieces no more."""
+        for piece, versions in self._noted or ():
+            piece.deviated |= any(_version(tensor) != version for tensor, version in versions)
+        self._noted = None
 
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
@@ -193,7 +262,12 @@ class _CheckedCall(RepeatableCall):
                 "its first call"
             )
         self._owner.again.add()
-        return super().again(tensors[: self._count])
+        with ExitStack() as stack:
+            for piece in self.pieces:  # others may be chosen by now
+                if not any(call is piece for call in standing_in(piece.module)):
+                    piece.install(innermost=True)
+                    stack.callback(piece.remove)
+            return super().again(tensors[: self._count])
 
     def deviation(self) -> Deviation:
         self._owner.deviated = True

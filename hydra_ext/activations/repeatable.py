@@ -93,7 +93,7 @@ class RepeatableCall:
         state = CallState(self._module)
         self._random = RandomState(own=self._arguments.sources)
         self._saved = _C.SavedDigest([*self._module.parameters()])
-        with added_to(self._saved):
+        with added_to(self._saved, call=self):
             output = self._call(args, kwargs)
         self._writes_arguments = versions != list(map(version_of, tensors))
         if self._in_full:
@@ -123,7 +123,11 @@ class RepeatableCall:
         args, kwargs = self._arguments.filled([_by_itself(tensor) for tensor in tensors])
         saved = self._saved.fresh()
         try:
-            with self._random.in_place(), self._state.in_place() as trace, added_to(saved, trace.note_saved):
+            with (
+                self._random.in_place(),
+                self._state.in_place() as trace,
+                added_to(saved, trace.note_saved, call=self),
+            ):
                 output = self._call(args, kwargs)
         except _StopRecomputationError:  # the checkpoint has all the tensors that it needs
             self._check(saved, self._state)
@@ -165,8 +169,13 @@ class _Kept:
 
 
 @contextmanager
-def added_to(digest: _C.SavedDigest, note: Callable[[Tensor], None] = lambda _: None) -> Iterator[None]:
-    """Tensors that are saved for backward inside are noted and added to the digest, then passed to the outer hooks."""
+def added_to(
+    digest: _C.SavedDigest, note: Callable[[Tensor], None] = lambda _: None, *, call: object = None
+) -> Iterator[None]:
+    """Tensors that are saved for backward inside are noted and added to the digest, then passed to the outer hooks.
+
+    The first of the new hooks has the call as its attribute.
+    """
     hooks = _saved_tensors_hooked(True)
     if hooks is None or not torch.is_grad_enabled():
         yield
@@ -183,7 +192,9 @@ def added_to(digest: _C.SavedDigest, note: Callable[[Tensor], None] = lambda _: 
     def unpacked(packed: Any) -> Tensor:
         return packed.tensor if type(packed) is _Kept else unpack(packed)
 
-    with saved_tensors_hooks(added, unpacked):
+    hook: Any = added
+    hook.call = call
+    with saved_tensors_hooks(hook, unpacked):
         yield
 
 

@@ -252,6 +252,11 @@ class StashReport:
 
 
 def _parts(found: Mapping[int, _C.StashPart], names: Sequence[str]) -> Iterator[PartReport]:
+    """The parts by name; several numbers may have one."""
+    sums: dict[str, list[int]] = {}
     for number, part in sorted(found.items()):
+        figures = part.kept, part.stayed, part.moved, part.encoded, part.streams
         name = names[number] if number >= 0 else ""
-        yield PartReport(name, part.kept, part.stayed, part.moved, part.encoded, part.streams)
+        sums[name] = [before + now for before, now in zip(sums.get(name, [0] * len(figures)), figures, strict=True)]
+    for name, summed in sums.items():
+        yield PartReport(name, *summed)

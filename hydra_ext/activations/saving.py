@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from hydra_ext.activations import functional
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.functional import steps_aside
+from hydra_ext.activations.given import GivenTreatments, ScopedModule
 from hydra_ext.activations.groups import Span
 from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
@@ -42,9 +42,11 @@ class Saving:
         optimizer: Optimizer whose momentum is the scale for errors of compressed tensors.
         face_of: Gives the tensor that forwards use in place of a parameter.
         budget: Device bytes for saved tensors; required by ``Offload("dynamic")``.
-        yields: Whether hooks on saved tensors that are active around a forward take precedence.
+        given: Policies of modules by name, if a plan treats all else. Then hooks on saved tensors that are active
+            around a forward take precedence.
 
     Attributes:
+        given: The same as scopes.
         leaves_all_on_device: Whether tensors that are saved now are none of the stash's business.
 
     Raises:
@@ -62,16 +64,17 @@ class Saving:
         optimizer: torch.optim.Optimizer | None,
         face_of: FaceOf = lambda _: None,
         budget: int | None = None,
-        yields: bool = False,
+        given: Mapping[str, Policy] | None = None,
     ) -> None:
         self._core = core
-        self._yields = yields
+        self._yields = given is not None
         self._model = model
-        self._parts = [] if model is None else parts_of(model)
+        parts = [] if model is None else parts_of(model)
+        self._part_names = [name for name, _ in parts]
         default, policies = default_policy(choice), policies_of(choice, model)
         self._layers = {
             policy: Layers(policy, model, optimizer, face_of)
-            for policy in (default, *policies.values())
+            for policy in (default, *policies.values(), *(given or {}).values())
             if isinstance(policy, Compress)
         }
         self._dynamic: DynamicOffload | None = None
@@ -80,15 +83,17 @@ class Saving:
                 raise InvalidArgument("Offload('dynamic') needs a budget to fit: give stash(..., budget=)")
             self._dynamic = DynamicOffload(core, budget)
         self._default = self._treatment(default)
-        self._treatments = {
+        treatments = {
             module: self._treatment(policy) for module, policy in policies.items() if not isinstance(policy, Recompute)
         }
         self._recomputed = RecomputedModules(core, whole)
         self._profiler: Profiler | None = None
         self.leaves_all_on_device = False
+        self.given = GivenTreatments(core, model, given or {}, self._layers, self._part_names)
         self._stand_ins: list[StandIn] = [  # the innermost first
-            *(ScopedModule(core, module, part=number) for number, (_, module) in enumerate(self._parts)),
-            *(ScopedModule(core, module, treatment=treatment) for module, treatment in self._treatments.items()),
+            *self.given.stand_ins,
+            *(ScopedModule(core, module, part=number) for number, (_, module) in enumerate(parts)),
+            *(ScopedModule(core, module, treatment=treatment) for module, treatment in treatments.items()),
             *(
                 self._recomputed.of_policy(module)
                 for module, policy in policies.items()
@@ -144,12 +149,17 @@ class Saving:
         """Sets the device bytes of saved tensors that may stay from now on; None for as few as transfers need."""
         self._core.set_budget(room)
 
-    def recompute(self, chosen: Collection[nn.Module | Span], device: torch.device) -> None:
+    def recompute(
+        self, chosen: Collection[nn.Module | Span], device: torch.device, *, pieces: Collection[nn.Module] = ()
+    ) -> None:
         """From now on these modules and groups are recomputed if a second call repeats the first.
 
-        Called between forwards.
+        So are those for which it is given, while what is given is followed. Pieces are recomputed inside their calls,
+        and once more. Called between forwards.
         """
-        self._recomputed.choose(chosen, device)
+        self._recomputed.choose(
+            chosen, device, given=self.given.recomputed if self.given.follows else (), pieces=pieces
+        )
 
     @nothing_traced
     def drop_stale(self) -> None:
@@ -164,7 +174,7 @@ class Saving:
             recomputed=self._recomputed.again.value,
             layers=[each for layers in self._layers.values() for each in layers.report()],
             chosen=None if self._dynamic is None else self._dynamic.chosen,
-            names=[name for name, _ in self._parts],
+            names=self._part_names,
         )
 
     def copies(self) -> _C.CopyStatistics:
@@ -219,33 +229,3 @@ def _can_hook() -> bool:
 _autograd: Any = torch._C._autograd
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 _saved_tensors_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
-_keys = itertools.count(1)  # keys of scopes; 0 is the scope of a whole stash
-
-
-class ScopedModule(StandIn):
-    """Stands in for a module's call, and opens a scope of the stash around it.
-
-    Args:
-        core: The stash.
-        module: Any module.
-        scope: The scope's ``treatment=`` or ``part=``.
-    """
-
-    def __init__(self, core: _C.Stash, module: nn.Module, **scope: Any) -> None:
-        super().__init__(module)
-        self._core = core
-        self._key = next(_keys)
-        self._scope = scope
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # tensors saved by a compiled graph belong to the scope around the graph
-            return self.inner(*args, **kwargs)
-        return self._visit(args, kwargs)
-
-    @not_traced
-    def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._core.begin_scope(self._key, **self._scope)
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self._core.end_scope(self._key)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
+from hydra_ext.policy import GivenPolicies
 from hydra_ext.profile.figures import Chain, ModuleFigures, Profile
 
 _OWN_SHARE = 0.5  # of saved bytes: a module that saves more than this outside its children is not cut
@@ -23,37 +24,62 @@ _LEAST_LIMIT = 2**16  # bytes
 Cut = tuple[str, ...]
 
 
-def cuts_of(profile: Profile, *, groups: bool = True) -> list[Cut]:
+def cuts_of(profile: Profile, *, groups: bool = True, given: GivenPolicies = GivenPolicies()) -> list[Cut]:  # noqa: B008 - frozen
     """Up to eight cuts, each the names of its segments in the order of their calls.
 
     Four are of modules: the balanced one, whose inputs together with its largest segment are the fewest bytes, one
     coarser, one finer, and the finest. A model without such modules is one segment. With ``groups`` there are four with
     groups, if the model has any: the balanced one, one coarser, and two finer.
+
+    A segment follows one policy: a module is cut if others inside have policies of their own, and one that a user wants
+    to be recomputed is not.
     """
-    limits = {figures.saved.fresh for figures in profile.modules.values() if figures.calls == 1}
-    ordered, best = _ordered(profile, sorted(limits, reverse=True), lambda figures, limit: None)
+    ordered, best = _of_modules(profile, given)
     if not ordered:
         return [("",)]
     finest = len(ordered) - 1
     chosen = dict.fromkeys(ordered[at] for at in (best, max(0, best - 1), min(finest, best + 1), finest))
     if groups and profile.chains:
-        whole = profile.modules[""].saved.fresh
-        halves = [half for half in (whole >> times for times in range(1, _HALVINGS)) if half >= _LEAST_LIMIT]
-        grouped, best = _ordered(profile, halves, lambda figures, limit: _pieces(profile, figures.name, limit))
+        grouped, best = _of_groups(profile, given)
         grouped_at = [at for at in (best, best - 1, best + 1, best + 2) if 0 <= at < len(grouped)]
         chosen.update(dict.fromkeys(grouped[at] for at in grouped_at if any(map(profile.place_of, grouped[at]))))
     return [*chosen]
+
+
+def balanced_cut(profile: Profile, needs: Callable[[ModuleFigures], int], *, given: GivenPolicies) -> Cut:
+    """Of all cuts, with groups and without, the one whose inputs and neediest segment are the fewest bytes together.
+
+    ``needs`` gives the bytes that a segment needs in its second forward. In :func:`cuts_of` it is what it saves.
+    """
+    cuts = [*_of_modules(profile, given)[0], *(_of_groups(profile, given)[0] if profile.chains else [])]
+
+    def nbytes(cut: Cut) -> int:
+        segments = [*map(profile.segment, cut)]
+        return sum(segment.inputs.fresh for segment in segments) + max(map(needs, segments))
+
+    return min(cuts, key=nbytes, default=("",))
+
+
+def _of_modules(profile: Profile, given: GivenPolicies) -> tuple[list[Cut], int]:
+    limits = {figures.saved.fresh for figures in profile.modules.values() if figures.calls == 1}
+    return _ordered(profile, given, sorted(limits, reverse=True), lambda figures, limit: None)
+
+
+def _of_groups(profile: Profile, given: GivenPolicies) -> tuple[list[Cut], int]:
+    whole = profile.modules[""].saved.fresh
+    halves = [half for half in (whole >> times for times in range(1, _HALVINGS)) if half >= _LEAST_LIMIT]
+    return _ordered(profile, given, halves, lambda figures, limit: _pieces(profile, given, figures.name, limit))
 
 
 _Divide = Callable[[ModuleFigures, int], "list[str] | None"]
 """Cuts a module into groups, or gives None if it is to be cut into the modules inside."""
 
 
-def _ordered(profile: Profile, limits: list[int], divide: _Divide) -> tuple[list[Cut], int]:
+def _ordered(profile: Profile, given: GivenPolicies, limits: list[int], divide: _Divide) -> tuple[list[Cut], int]:
     """The cuts by these limits, and the number of the balanced one."""
     found: dict[Cut, int] = {}
     for limit in limits:
-        segments = [profile.segment(name) for name in _cut(profile, limit, divide)]
+        segments = [profile.segment(name) for name in _cut(profile, given, limit, divide)]
         segments.sort(key=lambda figures: figures.order)
         largest = max((segment.saved.fresh for segment in segments), default=0)
         names = tuple(segment.name for segment in segments)
@@ -62,18 +88,24 @@ def _ordered(profile: Profile, limits: list[int], divide: _Divide) -> tuple[list
     return ordered, min(range(len(ordered)), key=lambda at: found[ordered[at]], default=0)
 
 
-def _cut(profile: Profile, limit: int, divide: _Divide) -> list[str]:
+def _cut(profile: Profile, given: GivenPolicies, limit: int, divide: _Divide) -> list[str]:
     segments: list[str] = []
 
     def visit(figures: ModuleFigures) -> None:
         inner = profile.children(figures.name)
-        in_one_piece = (
-            figures.saved.fresh <= limit
-            or not inner
-            or sum(_saved_inside(profile, child) for child in inner) < _OWN_SHARE * figures.saved.fresh
+        is_whole = given.recomputes(figures.name)
+        in_one_piece = is_whole or (
+            not given.has_inside(figures.name)
+            and (
+                figures.saved.fresh <= limit
+                or not inner
+                or sum(_saved_inside(profile, child) for child in inner) < _OWN_SHARE * figures.saved.fresh
+            )
         )
         if figures.name and figures.calls == 1 and in_one_piece:
             segments.append(figures.name)
+            return
+        if is_whole:  # called several times
             return
         pieces = divide(figures, limit)
         if pieces is None:
@@ -94,17 +126,18 @@ def _saved_inside(profile: Profile, figures: ModuleFigures) -> int:
     return sum(_saved_inside(profile, child) for child in profile.children(figures.name))
 
 
-def _pieces(profile: Profile, name: str, limit: int) -> list[str] | None:
+def _pieces(profile: Profile, given: GivenPolicies, name: str, limit: int) -> list[str] | None:
     """A chain in groups. A child with modules inside that saves more than the limit is a piece itself."""
     chain = profile.chains.get(name)
     if chain is None:
         return None
     names = []
     for first, end in _narrowed(chain):
-        for begin, after in _within(chain, first, end, limit):
+        for begin, after in _within(chain, given, first, end, limit):
             child = chain.links[begin].figures
-            is_large = after - begin == 1 and child.saved.fresh > limit and bool(profile.children(child.name))
-            is_module = is_large and profile.modules[child.name].calls == 1
+            is_large = child.saved.fresh > limit and bool(profile.children(child.name))
+            by_itself = after - begin == 1 and (is_large or given.has_any(child.name))
+            is_module = by_itself and profile.modules[child.name].calls == 1
             names.append(child.name if is_module else chain.name_of(begin, after))
     return [name for name in names if name in profile.modules or profile.place_of(name) is not None]
 
@@ -115,20 +148,21 @@ def _narrowed(chain: Chain) -> list[tuple[int, int]]:
     return [*pairwise([0, *cuts, len(taken)])]
 
 
-def _within(chain: Chain, first: int, end: int, limit: int) -> list[tuple[int, int]]:
+def _within(chain: Chain, given: GivenPolicies, first: int, end: int, limit: int) -> list[tuple[int, int]]:
     """A piece of a chain, cut so that groups can run again and save at most the limit: the fewest bytes between them.
 
     Of cuts with as few bytes, one with the fewest groups.
     """
     links = chain.links
+    may_join = [link.figures.is_repeatable and not given.has_any(link.figures.name) for link in links]
     saved = [0, *accumulate(chain.own_bytes(at) for at in range(len(links)))]
     best: dict[int, tuple[int, int, int]] = {first: (0, 0, first)}  # by end: bytes, groups, begin of the last one
     for after in range(first + 1, end + 1):
         for begin in range(after - 1, first - 1, -1):
             if after - begin > 1:
-                if saved[after] - saved[begin] > limit or not links[begin].figures.is_repeatable:
+                if saved[after] - saved[begin] > limit or not may_join[begin]:
                     break
-                if links[begin].intact_until < after or not links[after - 1].figures.is_repeatable:
+                if links[begin].intact_until < after or not may_join[after - 1]:
                     continue
             size, groups, _ = best[begin]
             found = size + links[begin].figures.inputs.all, groups + 1, begin

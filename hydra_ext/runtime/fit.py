@@ -133,6 +133,8 @@ class Fit:
         self._kind = _LOOP
         self._trials: dict[StepKind, Trials] = {}
         self._began: float | None = None
+        # An adaptive bound is not known before a backward, so a first microbatch says nothing of streams.
+        self._warms_up = saving.given.may_compress and saving.learns
         self.applied: PlannedStep | None = None
 
     @property
@@ -176,13 +178,17 @@ class Fit:
         """The round to run when ``left`` microbatches remain."""
         wanted = min(size or left, left)
         if self._rung is Rung.GIVEN and (size is not None or recompute):
+            if not self._saving.given.follows:
+                self._saving.given.follow(())
+                if self._saving.given.recomputed:
+                    self._saving.recompute((), self._owner.device)
             self._saving.set_room(self._owner.budget)
             return Decision(wanted, recompute=recompute is True)
         if self._rung is Rung.PLANNED:
             trials = self._trials_now()
             if trials is not None:
                 planned = trials.planned
-                self._apply(planned, keeps_all=planned.keeps_all)
+                self._apply(planned, keeps_all=planned.keeps_all and not self._saving.given.moves)
                 together = min(size or planned.round_size, left)
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
             self._rung = Rung.FRUGAL
@@ -256,16 +262,22 @@ class Fit:
     def _go_frugal(self) -> None:
         self.applied = None
         self._saving.leaves_all_on_device = False
+        self._saving.given.set_aside()
         self._saving.recompute((), self._owner.device)
         self._saving.set_room(STRICT)
 
     def _measure(self) -> None:
         self._rung = Rung.MEASURED
         self._frugal_steps = 0
+        self._saving.given.set_aside(compress=True)
         self._saving.measure(self.planner.measure())
 
     def _settle(self) -> None:
         if self._rung is Rung.MEASURED:
+            if self._warms_up:
+                self._warms_up = False
+                self._measure()  # another one
+                return
             self._saving.measure(None)
             self.planner.settle(tighten=self._plan_failed)
             self._plan_failed = False
@@ -276,8 +288,12 @@ class Fit:
         self._saving.leaves_all_on_device = keeps_all
         if planned is self.applied:
             return
-        again = [self._module_or_group(planned, name) for name in planned.recomputed]
-        self._saving.recompute([each for each in again if each is not None], self._owner.device)
+        modules = dict(self._owner.model.named_modules())
+        self._saving.given.follow([modules[name] for name in planned.compressed if name in modules])
+        given = self._saving.given.policies
+        again = [self._module_or_group(planned, name) for name in planned.recomputed if not given.recomputes(name)]
+        pieces = [modules[name] for name in planned.pieces if name in modules]
+        self._saving.recompute([each for each in again if each is not None], self._owner.device, pieces=pieces)
         self._saving.set_room(planned.room)
         self.applied = planned
 

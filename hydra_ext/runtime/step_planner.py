@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hydra_ext import _C
+import torch
+
+from hydra_ext import _C, codec
+from hydra_ext.activations.given import CodedBytes, GivenTreatments
 from hydra_ext.activations.profiler import Profiler
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Block
 from hydra_ext.errors import PlanError
-from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
+from hydra_ext.plan.segments import Coding
+from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting, Wishes
 from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.profile.figures import BlockFigures
 from hydra_ext.runtime.fit import STRICT, FitOwner
@@ -26,6 +31,8 @@ _CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in
 _TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
 _OFF = 0.3  # a step that differs by more from its forecast is planned again
 _LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
+_CODED_NUMBERS = 2**18  # that are compressed to find the codec's speed
+_CODING_TRIALS = 3
 _NOTHING = Profile(modules={"": ModuleFigures(name="")})  # of a model whose forward was not seen
 
 
@@ -73,6 +80,20 @@ class PlannedStep:
         again = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
         return [name for name, option in zip(self.names, self.options, strict=True) if option in again]
 
+    @property
+    def pieces(self) -> list[str]:
+        """The modules inside of these that run a third time."""
+        again = {*self.recomputed}
+        nested = [each.freedom.nested for each in self.problem.segments[self.found.cut] if each.name in again]
+        return [piece for each in nested if each is not None for piece in each.pieces]
+
+    @property
+    def compressed(self) -> list[str]:
+        """The modules that are compressed, each with those inside it."""
+        options = zip(self.names, self.options, strict=True)
+        names = [name for name, option in options if option == _C.ActivationOption.COMPRESS]
+        return [member for name in names for member in self.problem.profile.members(name)]
+
     def slowness(self, seconds: float) -> float | None:
         """Measured seconds of compute over those foreseen, if the forecast was far off; None if it was not."""
         ratio = seconds / self.seconds if self.seconds > 0 else 1.0
@@ -82,7 +103,7 @@ class PlannedStep:
         return min(max((seconds - (self.seconds - compute)) / max(compute, 1e-9), 0.5), 2.0)
 
     def _treatment(self) -> tuple[object, ...]:
-        return self.names, tuple(self.options), self.round_size, self.room
+        return self.names, tuple(self.options), tuple(self.pieces), self.round_size, self.room
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlannedStep) and self._treatment() == other._treatment()
@@ -94,6 +115,10 @@ class PlannedStep:
 class StepPlanner:
     """Measures a microbatch, and plans steps.
 
+    Args:
+        owner: The run.
+        given: Policies that its user gives to modules.
+
     Attributes:
         profile: What one microbatch cost; None before it was measured.
         profiler: What measures one now; None if nothing does.
@@ -104,6 +129,7 @@ class StepPlanner:
         self._owner = owner
         self._saving = saving
         self._spilling = spilling
+        self._coding = CodingFigures(saving.given, owner.device)
         self._budget = owner.budget
         self._share = _CUDA_SHARE if owner.device.type == "cuda" else _SHARE
         self._lanes = [_LaneSpeed()] * 3  # to the device, to the host, and the disk's
@@ -116,6 +142,7 @@ class StepPlanner:
         owner = self._owner
         in_use = lambda: owner.activation_bytes()  # noqa: E731 - the method itself would hold the run
         self.profiler = Profiler(owner.model, owner.layout, owner.core, in_use, owner.device)
+        self._coding.begin()
         backend = owner.core.memory.backend
         saving = self._saving
         self._lanes = [
@@ -130,6 +157,7 @@ class StepPlanner:
         profiler, self.profiler = self.profiler, None
         before, self.profile = self.profile, _NOTHING
         if profiler is not None and profiler.has_run:
+            self._coding.end()
             self.profile = profiler.profile([self._figures_of(block) for block in self._owner.layout.blocks])
         is_alike = before is not None and before.modules[""].saved == self.profile.modules[""].saved
         self._share *= _TIGHTER if tighten and is_alike else 1.0
@@ -158,7 +186,8 @@ class StepPlanner:
             recompute=recompute,
             slowness=self.slowness,
         )
-        problem = StepProblem(self.profile, setting, self._homes(disk))
+        wishes = Wishes(given=self._saving.given.policies, coding_of=self._coding.of)
+        problem = StepProblem(self.profile, setting, self._homes(disk), wishes=wishes)
         try:
             found = problem.solve(int(self._budget * self._share))
         except PlanError as error:
@@ -197,3 +226,63 @@ class _LaneSpeed:
             return math.inf
         moved, busy = (now - before for now, before in zip(self._moved(), self._before, strict=True))
         return moved / busy if moved >= _LEAST_SAMPLE and busy > 0 else math.inf
+
+
+class CodingFigures:
+    """Ratios of the modules that may be compressed, from a measured microbatch, and the codec's speed.
+
+    Args:
+        given: What the user allows.
+        device: Device that compresses.
+    """
+
+    def __init__(self, given: GivenTreatments, device: torch.device) -> None:
+        self._given = given
+        self._device = device
+        self._before: dict[str, CodedBytes] = {}
+        self._found: dict[str, CodedBytes] = {}
+        self._speed: float | None = None
+
+    def begin(self) -> None:
+        """A microbatch begins, in which all that may be is compressed."""
+        self._before = self._given.coded()
+
+    def end(self) -> None:
+        """Its backward has ended."""
+        now = self._given.coded()
+        self._found = {name: coded - self._before.get(name, CodedBytes()) for name, coded in now.items()}
+
+    def of(self, members: Sequence[str], nbytes: int) -> Coding | None:
+        """The coding of modules that save so many fresh bytes together; None if none of these were compressed."""
+        inside = [
+            coded
+            for name, coded in self._found.items()
+            if any(name == member or name.startswith(f"{member}.") for member in members)
+        ]
+        coded = sum(inside, CodedBytes())
+        if not coded.encoded:
+            return None
+        whole = coded.encoded + coded.exact
+        return Coding(
+            stream_bytes=nbytes * (coded.streams + coded.exact) // whole,
+            seconds=nbytes * coded.encoded / whole / self._bytes_per_second(),
+        )
+
+    def _bytes_per_second(self) -> float:
+        """Of one number that is compressed and decoded."""
+        if self._speed is None:
+            generator = torch.Generator().manual_seed(0)
+            numbers = torch.randn(_CODED_NUMBERS, generator=generator).to(self._device)
+            self._speed = numbers.nbytes / min(self._seconds(numbers) for _ in range(_CODING_TRIALS))
+        return self._speed
+
+    def _seconds(self, numbers: torch.Tensor) -> float:
+        self._settle()
+        began = time.perf_counter()
+        codec.decompress(codec.compress(numbers, error_bound=0.01))
+        self._settle()
+        return max(time.perf_counter() - began, 1e-9)
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hydra_ext import _C
 from hydra_ext.errors import PlanDoesNotFit, PlanError
 
 KEEP, OFFLOAD = _C.ActivationOption.KEEP, _C.ActivationOption.OFFLOAD
+AGAIN, AGAIN_OFFLOADED = _C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED
 
 
 def segment(**changed: Any) -> _C.ActivationSegment:
@@ -128,6 +130,48 @@ def test_segments_may_run_again_only_in_their_scope() -> None:
             else:
                 with pytest.raises(PlanError, match=f"rounds of {round_size}"):
                     _C.simulate_activations([segment(recompute=scope)], round_size=round_size, **recompute)
+
+
+FREEDOM = [[KEEP], [OFFLOAD], [KEEP, OFFLOAD], [AGAIN], [AGAIN_OFFLOADED], [AGAIN, AGAIN_OFFLOADED], None]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_options_that_are_given_are_kept_to_and_the_others_are_as_good_as_enumerated(seed: int) -> None:
+    draw = random.Random(seed)
+    given = [draw.choice(FREEDOM) for _ in range(5)]
+    chain = [
+        segment(
+            saved_fresh=draw.randrange(40, 160),
+            forward_seconds=draw.uniform(0.5, 2),
+            recompute=_C.RecomputeScope.IN_ROUNDS,
+            stream_bytes=20,
+            coding_seconds=0.5,
+            options=options,
+        )
+        for options in given
+    ]
+    least = _C.least_activation_budget([chain])
+    budget = least + draw.randrange(60, 400)
+    plan = _C.plan_activations([chain], microbatches=2, budget=budget, to_device=60.0, to_host=60.0)
+    assert all(options is None or option in options for option, options in zip(plan.options, given, strict=True))
+    best = _C.testing.least_activation_seconds(chain, microbatches=2, budget=budget, to_device=60.0, to_host=60.0)
+    assert best <= plan.seconds <= 1.05 * best
+    assert _C.plan_activations([chain], microbatches=2, budget=least).peak_bytes == least
+    with pytest.raises(PlanDoesNotFit):
+        _C.plan_activations([chain], microbatches=2, budget=least - 1)
+
+
+def test_what_is_given_counts_for_the_least_budget_and_needs_an_option_that_is_possible() -> None:
+    kept = segment(options=[KEEP])
+    assert _C.least_activation_budget([[kept, segment()]]) == 100 + 7
+    assert _C.least_activation_budget([[kept, kept]]) == 200 + 7
+    with pytest.raises(PlanError, match="segment 1 allows no option"):
+        _C.least_activation_budget([[segment(), segment(options=[AGAIN])]])
+
+
+def test_of_plans_that_are_as_fast_the_one_that_moves_less_is_taken() -> None:
+    chain = [segment(), segment(options=[OFFLOAD]), segment()]
+    assert _C.plan_activations([chain], microbatches=1, budget=1000).options == [KEEP, OFFLOAD, KEEP]
 
 
 def test_given_round_sizes_are_kept_to() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from hydra_ext import _C
-from hydra_ext.plan.segments import Segment
+from hydra_ext.plan.segments import Coding, Freedom, Segment
 from hydra_ext.plan.steps.memory import memory_of, moved_bytes
 from hydra_ext.profile import Amount, ModuleFigures
 
 KEEP, OFFLOAD = _C.ActivationOption.KEEP, _C.ActivationOption.OFFLOAD
+COMPRESS = _C.ActivationOption.COMPRESS
 AGAIN, AGAIN_OFFLOADED = _C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED
 
 
@@ -35,7 +36,9 @@ def segment(name: str, draw: random.Random) -> Segment:
         slot_bytes=draw.randrange(weights + 1),
         live_gradient_bytes=draw.randrange(100),
         gradient_bytes=draw.randrange(100),
-        recompute=_C.RecomputeScope.IN_ROUNDS,
+        freedom=Freedom(
+            recompute=_C.RecomputeScope.IN_ROUNDS, coding=Coding(stream_bytes=draw.randrange(50), seconds=1.0)
+        ),
     )
 
 
@@ -48,7 +51,7 @@ def test_the_largest_sum_is_the_planners_peak(seed: int) -> None:
     draw = random.Random(seed)
     segments = [segment(str(number), draw) for number in range(draw.randrange(1, 8))]
     found = treated(
-        [draw.choice((KEEP, OFFLOAD, AGAIN, AGAIN_OFFLOADED)) for _ in segments],
+        [draw.choice((KEEP, OFFLOAD, COMPRESS, AGAIN, AGAIN_OFFLOADED)) for _ in segments],
         round_size=draw.randrange(1, 5),
         stash_bytes=draw.randrange(300),
     )

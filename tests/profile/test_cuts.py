@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from hydra_ext import Keep, Offload, Recompute
+from hydra_ext.policy import GivenPolicies
 from hydra_ext.profile import Amount, ModuleFigures, Profile, cuts_of
 
 
@@ -65,6 +67,22 @@ def test_cuts_are_partitions(seed: int) -> None:
         inside = {name for name in tree.modules if any(name == s or _is_inside(name, s) for s in cut)}
         outside = sum(size for name, size in tree.own.items() if name not in inside)
         assert covered + outside == sum(tree.own.values())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_segment_follows_one_policy(seed: int) -> None:
+    tree, draw = Tree(seed), random.Random(seed)
+    profile = tree.profile
+    names = [name for name in tree.modules if name]
+    chosen = draw.sample(names, min(len(names), draw.randint(1, 3)))
+    given = GivenPolicies({name: draw.choice([Keep(), Offload(), Recompute(), Recompute()]) for name in chosen})
+    recomputed = {name for name in chosen if given.recomputes(name)}
+    for cut in cuts_of(profile, given=given):
+        for name in {*cut} - {""} - recomputed:
+            assert not [other for other in chosen if _is_inside(other, name)]
+        for name in recomputed:
+            assert cut == ("",) or (name in cut) == (profile.modules[name].calls == 1)
+            assert not [other for other in cut if other and _is_inside(other, name)]
 
 
 def _chain(*saved: int) -> Profile:

@@ -189,7 +189,7 @@ def test_a_planner_chooses_a_group_where_that_is_foreseen_faster(monkeypatch: py
     found = problem.solve(budget)
     assert any(profile.place_of(name) for name in problem.names[found.cut])
     monkeypatch.setattr(
-        hydra_ext.plan.steps.problem, "cuts_of", lambda profile, *, groups: cuts_of(profile, groups=False)
+        hydra_ext.plan.steps.problem, "cuts_of", lambda profile, *, groups, given: cuts_of(profile, groups=False)
     )
     assert found.seconds < 0.8 * StepProblem(profile, setting).solve(budget).seconds
 

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -30,7 +31,8 @@ ActivationSegment make_segment(double forward_seconds, double backward_seconds, 
                                Bytes inputs_fresh, Bytes inputs_all, Bytes parked_bytes, Bytes forward_bytes,
                                Bytes backward_bytes, Bytes live_gradient_bytes, Bytes weight_bytes, Bytes slot_bytes,
                                Bytes gradient_bytes, RecomputeScope recompute, std::optional<Bytes> stream_bytes,
-                               double coding_seconds) {
+                               double coding_seconds, const std::optional<std::vector<ActivationOption>>& options,
+                               std::optional<std::pair<Bytes, double>> nested) {
   ActivationSegment segment = {
       .forward_seconds = forward_seconds,
       .backward_seconds = backward_seconds,
@@ -43,10 +45,19 @@ ActivationSegment make_segment(double forward_seconds, double backward_seconds, 
       .slot_bytes = slot_bytes,
       .gradients = {live_gradient_bytes, gradient_bytes},
       .coding = std::nullopt,
-      .recompute = recompute,
+      .freedom = {recompute, {}, {}},
   };
   if (stream_bytes) {
     segment.coding = SegmentCoding{*stream_bytes, coding_seconds};
+  }
+  if (nested) {
+    segment.freedom.nested = NestedForward{nested->first, nested->second};
+  }
+  if (options) {
+    segment.freedom.refused.set();
+    for (const ActivationOption option : *options) {
+      segment.freedom.refused.reset(static_cast<std::size_t>(option));
+    }
   }
   return segment;
 }
@@ -97,7 +108,7 @@ void bind_activation_plan(py::module_& module) {
            py::arg("parked_bytes"), py::arg("forward_bytes"), py::arg("backward_bytes"), py::arg("live_gradient_bytes"),
            py::arg("weight_bytes"), py::arg("slot_bytes"), py::arg("gradient_bytes"),
            py::arg_v("recompute", RecomputeScope::kNever, "RecomputeScope.NEVER"), py::arg("stream_bytes") = py::none(),
-           py::arg("coding_seconds") = 0.0);
+           py::arg("coding_seconds") = 0.0, py::arg("options") = py::none(), py::arg("nested") = py::none());
   py::class_<ActivationPlan>(module, "ActivationPlan")
       .def_readonly("cut", &ActivationPlan::cut)
       .def_property_readonly("options", [](const ActivationPlan& plan) { return plan.treatment.options; })

@@ -11,8 +11,9 @@ namespace hydra {
 
 namespace {
 
-std::shared_ptr<Treatment> made(TreatmentKind kind, std::shared_ptr<LayerBounds> bounds = nullptr) {
-  return std::make_shared<Treatment>(Treatment{kind, std::move(bounds)});
+std::shared_ptr<Treatment> made(TreatmentKind kind, Staying staying = Staying::kWhileRoom,
+                                std::shared_ptr<LayerBounds> bounds = nullptr) {
+  return std::make_shared<Treatment>(Treatment{kind, std::move(bounds), staying});
 }
 
 std::map<std::string, std::pair<std::int64_t, Bytes>> exact(const Stash& stash) {
@@ -38,14 +39,22 @@ void bind_treatments(py::module_& module) {
            py::arg("fraction"), py::arg("every"))
       .def("set_momentum", &LayerBounds::set_momentum, py::arg("weight"), py::arg("over_gradient"))
       .def("layers", &LayerBounds::layers);
+  py::enum_<Staying>(module, "Staying", "How long tensors that may leave stay on the device.")
+      .value("NEVER", Staying::kNever)
+      .value("WHILE_ROOM", Staying::kWhileRoom)
+      .value("LONGEST", Staying::kLongest);
   py::class_<Treatment, std::shared_ptr<Treatment>>(module, "Treatment", "What is to become of what a thread saves.")
-      .def_static("move", [] { return made(TreatmentKind::kMove); })
+      .def_static(
+          "move", [](Staying staying) { return made(TreatmentKind::kMove, staying); }, py::kw_only(),
+          py::arg_v("staying", Staying::kWhileRoom, "Staying.WHILE_ROOM"))
       .def_static("move_convolution_inputs", [] { return made(TreatmentKind::kMoveConvolutionInputs); })
       .def_static("keep", [] { return made(TreatmentKind::kKeep); })
       .def_static(
           "compress",
-          [](std::shared_ptr<LayerBounds> bounds) { return made(TreatmentKind::kCompress, std::move(bounds)); },
-          py::arg("bounds"));
+          [](std::shared_ptr<LayerBounds> bounds, Staying staying) {
+            return made(TreatmentKind::kCompress, staying, std::move(bounds));
+          },
+          py::arg("bounds"), py::kw_only(), py::arg_v("staying", Staying::kWhileRoom, "Staying.WHILE_ROOM"));
 }
 
 void bind_copies(py::module_& module) {

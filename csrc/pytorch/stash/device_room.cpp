@@ -31,15 +31,19 @@ Bytes DeviceRoom::share_of_pass() const noexcept {
   return (last_pass_ ? last_pass_->form_bytes : pass_.form_bytes) / kShare;
 }
 
-DeparturePlan DeviceRoom::plan(Bytes raw_bytes) noexcept {
+DeparturePlan DeviceRoom::plan(Bytes raw_bytes, Staying staying) noexcept {
+  largest_ = std::max(largest_, raw_bytes);
+  if (staying == Staying::kNever) {
+    return {.staying = staying, .leaves_at_once = true, .encodes_at_once = true};
+  }
   const Bytes before = pass_.form_bytes;
   const Bytes known = last_pass_ ? last_pass_->form_bytes : 0;
   // The bytes to come, going by the last pass. If this pass is longer already, all of its bytes so far.
   const Bytes to_come = before < known ? known - before : before + raw_bytes;
   pass_.raw_bytes += raw_bytes;
   pass_.form_bytes += raw_bytes;
-  largest_ = std::max(largest_, raw_bytes);
-  return {.leaves_at_once = !budget_ || !last_pass_ || to_come > *budget_,
+  return {.staying = staying,
+          .leaves_at_once = !budget_ || !last_pass_ || to_come > *budget_,
           .encodes_at_once = !budget_ || !last_pass_ || last_pass_->raw_bytes > *budget_};
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "csrc/base/types.h"
+#include "csrc/pytorch/stash/treatment.h"
 
 namespace hydra {
 
@@ -15,14 +16,15 @@ struct StashPass {
   Bytes saved_bytes = 0;    // bytes of all intervals
   Bytes peak_bytes = 0;     // the most on the device at one time
 
-  // Of the intervals that may leave:
+  // Of the intervals that may leave, and may stay:
   Bytes raw_bytes = 0;   // their bytes when they were saved
   Bytes form_bytes = 0;  // the bytes of their forms
 };
 
 /// What happens to an interval as soon as it is saved.
 struct DeparturePlan {
-  bool leaves_at_once = false;  // by the last pass, later intervals will need the whole budget
+  Staying staying = Staying::kWhileRoom;  // if it may leave
+  bool leaves_at_once = false;            // by the last pass, later intervals will need the whole budget
   bool encodes_at_once = false;
 };
 
@@ -50,8 +52,8 @@ class DeviceRoom final {
   const Usage& usage() const noexcept { return usage_; }
 
   void note_saved(Bytes bytes) noexcept { pass_.saved_bytes += bytes; }
-  /// Counts a new interval that may leave, and plans for it.
-  DeparturePlan plan(Bytes raw_bytes) noexcept;
+  /// Counts a new interval that may leave, and plans for it. One that never stays takes no room from the others.
+  DeparturePlan plan(Bytes raw_bytes, Staying staying) noexcept;
   void hold(Bytes bytes, bool is_resident) noexcept;
   void free(Bytes bytes, bool is_resident, bool was_asked_for) noexcept;
   /// Counts held bytes that backward has read: it will read other intervals next.

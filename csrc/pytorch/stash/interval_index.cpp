@@ -15,22 +15,22 @@ StashedIntervalPtr IntervalIndex::Lock::look_at(const std::weak_ptr<StashedInter
 }
 
 IntervalIndex::Entry IntervalIndex::enter(const c10::Storage& storage, Bytes begin, const SavedBytes& saved,
-                                          Wishes wishes, bool is_resident) {
+                                          Wishes wishes, Staying staying) {
   Entry entry;
   const Lock lock(*this);
   ++figures_.statistics.tensors;
   entry.interval = find(lock, storage, begin, saved, wishes);
   if (entry.interval) {
-    entry.may_leave = entry.interval->share(lock, wishes, is_resident);
+    entry.may_leave = entry.interval->share(lock, wishes, staying);
   } else {
     entry.interval =
-        std::make_shared<StashedInterval>(shared_from_this(), numbered_++, saved, std::move(wishes), is_resident);
+        std::make_shared<StashedInterval>(shared_from_this(), numbered_++, saved, std::move(wishes), staying);
     saved_[entry.interval->number()] = entry.interval;
     ++figures_.statistics.intervals;
     figures_.statistics.saved_bytes += saved.bytes;
     room_.note_saved(saved.bytes);
     entry.interval->start(lock, storage, begin);
-    entry.may_leave = !is_resident;
+    entry.may_leave = staying != Staying::kAlways;
   }
   entry.begin = entry.interval->begin_in_storage(lock);
   if (entry.may_leave) {
@@ -91,11 +91,14 @@ std::optional<IntervalIndex::RoomStep> IntervalIndex::next_for_room(Bytes bytes,
   if (room_.has_room(bytes)) {
     return std::nullopt;
   }
-  for (const auto& [number, known] : held_) {
-    const StashedIntervalPtr interval = lock.look_at(known);
-    std::optional<RoomStep> step = interval ? interval->make_room(lock, in_backward) : std::nullopt;
-    if (step) {
-      return step;
+  for (const bool leaves_anyway : {true, false}) {
+    for (const auto& [number, known] : held_) {
+      const StashedIntervalPtr interval = lock.look_at(known);
+      const bool is_next = interval && interval->leaves_anyway(lock) == leaves_anyway;
+      std::optional<RoomStep> step = is_next ? interval->make_room(lock, in_backward) : std::nullopt;
+      if (step) {
+        return step;
+      }
     }
   }
   return std::nullopt;
@@ -116,12 +119,15 @@ void IntervalIndex::drop_released(const Lock& /*lock*/) noexcept {
 std::optional<IntervalIndex::RoomStep> IntervalIndex::next_to_give_up() {
   const Lock lock(*this);
   using enum StashedInterval::Reader;
-  for (const StashedInterval::Reader last : {kNone, kGone, kMayBeThere}) {
-    for (const auto& [number, known] : held_) {
-      const StashedIntervalPtr interval = lock.look_at(known);
-      const bool is_next = interval && interval->reader(lock) == last;
-      if (std::optional<RoomStep> step = is_next ? interval->give_up(lock) : std::nullopt) {
-        return step;
+  for (const bool stays_longest : {false, true}) {
+    for (const StashedInterval::Reader last : {kNone, kGone, kMayBeThere}) {
+      for (const auto& [number, known] : held_) {
+        const StashedIntervalPtr interval = lock.look_at(known);
+        const bool is_next =
+            interval && interval->reader(lock) == last && interval->stays_longest(lock) == stays_longest;
+        if (std::optional<RoomStep> step = is_next ? interval->give_up(lock) : std::nullopt) {
+          return step;
+        }
       }
     }
   }

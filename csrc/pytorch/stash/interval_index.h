@@ -24,6 +24,7 @@
 
 #include "csrc/pytorch/memory/copy_store.h"
 #include "csrc/pytorch/stash/device_room.h"
+#include "csrc/pytorch/stash/treatment.h"
 #include "csrc/pytorch/stash/wishes.h"
 #include "csrc/transfer/ticket.h"
 
@@ -115,7 +116,7 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   };
   /// Finds the interval that has these bytes of the storage, in their present version, as `wishes` need them. Otherwise
   /// makes a new one, which holds the storage from now on.
-  Entry enter(const c10::Storage& storage, Bytes begin, const SavedBytes& saved, Wishes wishes, bool is_resident);
+  Entry enter(const c10::Storage& storage, Bytes begin, const SavedBytes& saved, Wishes wishes, Staying staying);
 
   struct EncodingTurn {
     StashedIntervalPtr interval;  // null if there is nothing to do
@@ -130,14 +131,16 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
     TicketPtr awaited;             // wait for it
     StashedIntervalPtr departing;  // encode or send it
   };
-  /// Returns a step of the oldest interval that can make room, except for one that backward will read again next. Null
-  /// if there is room for `bytes` more, or no interval can make any.
+  /// Returns a step of the oldest interval that can make room, except for one that backward will read again next. Those
+  /// that are leaving and never stay come before all others. Null if there is room for `bytes` more, or no interval can
+  /// make any.
   std::optional<RoomStep> next_for_room(Bytes bytes, bool in_backward);
   /// The oldest transfer under way whose end releases device memory (see note_releasing); null if there is none.
   TicketPtr next_to_release();
   /// Returns a step by which an interval gives up its device memory, whatever the room. Null if none can. The oldest
   /// that backward has not read comes first, then the oldest that it has read: it may read that again, as another
-  /// tensor, or in another backward through the same graph. Those come last whose memory an operator may still read.
+  /// tensor, or in another backward through the same graph. Behind them come those whose memory an operator may still
+  /// read, and last those that are to stay the longest.
   std::optional<RoomStep> next_to_give_up();
   /// Returns the interval that was saved last before `number` and is on the host alone. Null if there is none, or it
   /// may not come ahead of its use.

@@ -115,6 +115,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
     end = whole;
   }
   const bool resident = treatment.kind == TreatmentKind::kMoveConvolutionInputs && !use_of(tensor).into_convolution;
+  const Staying staying = resident ? Staying::kAlways : treatment.staying;
   Wishes wishes = treatment.kind == TreatmentKind::kCompress ? Wishes::of(tensor, *treatment.bounds) : Wishes::exact();
   const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
   const SavedBytes bytes{.bytes = end - begin,
@@ -122,7 +123,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
                          .mark = saved->mark(),
                          .stream = stream_of(device_),
                          .part = current_part(identity_)};
-  const IntervalIndex::Entry entry = index_->enter(storage, begin, bytes, std::move(wishes), resident);
+  const IntervalIndex::Entry entry = index_->enter(storage, begin, bytes, std::move(wishes), staying);
   saved->interval_ = entry.interval;
   saved->strides_ = tensor.strides();
   saved->offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - entry.begin;

@@ -68,12 +68,13 @@ const char* name_of(IntervalState state) noexcept {
 }
 
 StashedInterval::StashedInterval(std::shared_ptr<IntervalIndex> index, std::int64_t number, const SavedBytes& saved,
-                                 Wishes wishes, bool is_resident)
+                                 Wishes wishes, Staying staying)
     : index_(std::move(index)),
       number_(number),
       saved_(saved),
-      state_(is_resident ? kResident : kOnDevice),
+      state_(staying == Staying::kAlways ? kResident : kOnDevice),
       wishes_(std::move(wishes)),
+      plan_{.staying = staying},
       form_{.bytes = saved.bytes} {}
 
 StashedInterval::~StashedInterval() {
@@ -114,20 +115,24 @@ void StashedInterval::start(const Lock& lock, const c10::Storage& storage, Bytes
   readers_.waiting = 1;
   note_elsewhere(lock, storage, begin);
   if (state_ != kResident) {
-    plan_ = index_->room(lock).plan(saved_.bytes);
+    plan_ = index_->room(lock).plan(saved_.bytes, plan_.staying);
   }
   hold(lock, storage, begin);
 }
 
-bool StashedInterval::share(const Lock& lock, const Wishes& wishes, bool is_resident) {
+bool StashedInterval::share(const Lock& lock, const Wishes& wishes, Staying staying) {
   ++readers_.waiting;
   wishes_.add(wishes);
-  if (state_ != kResident || is_resident) {
+  if (staying == Staying::kAlways) {
+    return false;
+  }
+  if (state_ != kResident) {
+    plan_.staying = std::max(plan_.staying, staying);
     return false;
   }
   c10::Storage held = free(lock);
   advance(lock, kResident, kOnDevice);
-  plan_ = index_->room(lock).plan(saved_.bytes);
+  plan_ = index_->room(lock).plan(saved_.bytes, staying);
   hold(lock, std::move(held), form_.begin);
   return true;
 }
@@ -221,7 +226,7 @@ void StashedInterval::become_stream(CoderPtr coder, Encoded encoded, FencePtr ma
   ++statistics.encoded;
   statistics.encoded_bytes += saved_.bytes;
   statistics.stream_bytes += length;
-  index_->room(lock).note_new_form(form_.bytes, length);
+  note_new_form(lock, length);
   form_.coder = std::move(coder);
   form_.bytes = length;
   hold(lock, encoded.stream.storage(), 0);
@@ -230,6 +235,12 @@ void StashedInterval::become_stream(CoderPtr coder, Encoded encoded, FencePtr ma
     index_->await_length(lock, shared_from_this());
   } else {
     wishes_.count(saved_.bytes, length);
+  }
+}
+
+void StashedInterval::note_new_form(const Lock& lock, Bytes bytes) noexcept {
+  if (plan_.staying != Staying::kNever) {
+    index_->room(lock).note_new_form(form_.bytes, bytes);
   }
 }
 
@@ -247,7 +258,7 @@ void StashedInterval::end_making(std::optional<Stream> exact) {
   if (exact) {
     freed = free(lock);
     index_->figures(lock).statistics.stream_bytes += exact->length - form_.bytes;
-    index_->room(lock).note_new_form(form_.bytes, exact->length);
+    note_new_form(lock, exact->length);
     form_.bytes = exact->length;
     hold(lock, std::move(exact->storage), 0);
     wishes_.count(saved_.bytes, form_.bytes);
@@ -282,7 +293,8 @@ c10::Storage StashedInterval::note_left(const Lock& lock, StoredCopyPtr copy) {
 }
 
 std::optional<IntervalIndex::RoomStep> StashedInterval::make_room(const Lock& lock, bool in_backward) {
-  if (state_ == kEncoding || state_ == kStranded || (in_backward && readers_.have_come)) {
+  const bool has_to_stay = state_ == kEncoding || state_ == kStranded || plan_.staying == Staying::kLongest;
+  if (has_to_stay || (in_backward && readers_.have_come)) {
     return std::nullopt;
   }
   if (is_copied()) {

@@ -21,6 +21,7 @@
 #include "csrc/pytorch/memory/copy_store.h"
 #include "csrc/pytorch/stash/coder.h"
 #include "csrc/pytorch/stash/interval_index.h"
+#include "csrc/pytorch/stash/treatment.h"
 #include "csrc/pytorch/stash/wishes.h"
 #include "csrc/transfer/fence.h"
 #include "csrc/transfer/ticket.h"
@@ -58,7 +59,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   using Lock = IntervalIndex::Lock;
 
   StashedInterval(std::shared_ptr<IntervalIndex> index, std::int64_t number, const SavedBytes& saved, Wishes wishes,
-                  bool is_resident);
+                  Staying staying);
   ~StashedInterval();
   StashedInterval(const StashedInterval&) = delete;
   StashedInterval& operator=(const StashedInterval&) = delete;
@@ -140,12 +141,18 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   /// Saves the interval for its first tensor, and holds that tensor's storage.
   void start(const Lock& lock, const c10::Storage& storage, Bytes begin);
   /// Shares the interval with one more tensor. Returns true if the interval may leave since this call.
-  bool share(const Lock& lock, const Wishes& wishes, bool is_resident);
+  bool share(const Lock& lock, const Wishes& wishes, Staying staying);
   bool has(const Lock& lock, const c10::Storage& storage, Bytes begin, const SavedBytes& saved,
            const Wishes& wishes) const;
   Bytes begin_in_storage(const Lock& /*lock*/) const noexcept { return elsewhere_.begin; }
   Bytes form_bytes(const Lock& /*lock*/) const noexcept { return form_.bytes; }
-  bool leaves_at_once(const Lock& /*lock*/) const noexcept { return plan_.leaves_at_once; }
+  bool leaves_at_once(const Lock& /*lock*/) const noexcept {
+    return plan_.leaves_at_once && plan_.staying <= Staying::kWhileRoom;
+  }
+  bool leaves_anyway(const Lock& /*lock*/) const noexcept {
+    return state_ == kLeaving && plan_.staying == Staying::kNever;
+  }
+  bool stays_longest(const Lock& /*lock*/) const noexcept { return plan_.staying == Staying::kLongest; }
   bool may_be_encoded_at_once(const Lock& /*lock*/) const noexcept {
     return plan_.encodes_at_once && wishes_.encodable;
   }
@@ -169,6 +176,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   bool is_copied() const noexcept { return state_ == kCopied || state_ == kReturning; }
   void note_elsewhere(const Lock& lock, const c10::Storage& storage, Bytes begin);
   c10::Storage alive() const;
+  void note_new_form(const Lock& lock, Bytes bytes) noexcept;
   void hold(const Lock& lock, c10::Storage storage, Bytes begin);
   c10::Storage free(const Lock& lock) noexcept;
   c10::Storage free_copy(const Lock& lock);

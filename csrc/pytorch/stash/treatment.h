@@ -19,9 +19,18 @@ enum class TreatmentKind : std::uint8_t {
   kKeep,
 };
 
+/// How long tensors that may leave stay on the device. Of one that several modules save, the longest counts.
+enum class Staying : std::uint8_t {
+  kNever,      // they leave as they are saved, as a stream if they may
+  kWhileRoom,  // as the stash's budget says
+  kLongest,    // they are in that budget, but only an allocation that finds no room makes them leave, behind all others
+  kAlways,
+};
+
 struct Treatment {
   TreatmentKind kind = TreatmentKind::kMove;
   std::shared_ptr<LayerBounds> bounds;  // for kCompress
+  Staying staying = Staying::kWhileRoom;
 
   bool asks_operators() const noexcept {
     return kind == TreatmentKind::kCompress || kind == TreatmentKind::kMoveConvolutionInputs;

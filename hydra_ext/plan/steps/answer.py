@@ -9,7 +9,7 @@ from typing import Any
 from hydra_ext import _C
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.steps.forecast import Advice, MeasuredStep, Plan, PlannedSegment
-from hydra_ext.plan.steps.memory import moved_bytes
+from hydra_ext.plan.steps.memory import moved_bytes, moved_of
 from hydra_ext.plan.steps.problem import REST, StepProblem
 from hydra_ext.plan.steps.timeline import TreatedStep
 
@@ -71,16 +71,19 @@ def answer(
 def _segments(problem: StepProblem, found: _C.ActivationPlan) -> tuple[PlannedSegment, ...]:
     profile, setting = problem.profile, problem.setting
     planned = []
-    for name, option in zip(problem.names[found.cut], found.options, strict=True):
+    for segment, option in zip(problem.segments[found.cut], found.options, strict=True):
+        name = segment.name
         if name == REST:
             continue
-        figures = profile.segment(name)
+        figures, coding = profile.segment(name), segment.freedom.coding
         again = option in (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
         forward, backward = figures.forward_seconds, figures.forward_seconds * profile.backward_ratio
-        moved = {
-            _C.ActivationOption.OFFLOAD: figures.saved.fresh,
-            _C.ActivationOption.RECOMPUTE_OFFLOADED: figures.inputs.fresh,
-        }.get(option, 0)
+        moved = moved_of(segment, option)
+        coded = coding.seconds if coding is not None and option == _C.ActivationOption.COMPRESS else 0.0
+        nested = segment.freedom.nested if again else None
+        second = forward if nested is None else nested.seconds / setting.slowness
+        choice = option.name.lower().replace("_", ", inputs ")
+        why = _why(figures.saved.fresh, moved, forward, setting.to_device, again=again)
         kept = {
             _C.ActivationOption.KEEP: figures.saved.all,
             _C.ActivationOption.RECOMPUTE: figures.inputs.all,
@@ -88,12 +91,12 @@ def _segments(problem: StepProblem, found: _C.ActivationPlan) -> tuple[PlannedSe
         planned.append(
             PlannedSegment(
                 name=name or "(the model)",
-                choice=option.name.lower().replace("_", ", inputs "),
+                choice=choice if nested is None else choice.replace("recompute", "recompute in pieces"),
                 saved_bytes=figures.saved.fresh,
                 kept_bytes=kept,
                 moved_bytes=moved,
-                seconds=setting.microbatches * (forward + backward + (forward if again else 0.0)),
-                why=_why(figures.saved.fresh, moved, forward, setting.to_device, again=again),
+                seconds=setting.microbatches * (forward + backward + (second if again else 0.0) + coded),
+                why=why if segment.freedom.options is None else f"given; {why}",
             )
         )
     return tuple(planned)

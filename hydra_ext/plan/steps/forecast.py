@@ -19,7 +19,8 @@ class PlannedSegment:
     Attributes:
         name: The module, or children of an ``nn.Sequential``, from the first up to and without the end, such as
             ``features.[0:5]``.
-        choice: ``keep``, ``offload``, ``recompute``, ``recompute, inputs offloaded``, or ``compress``.
+        choice: ``keep``, ``offload``, ``recompute``, ``recompute, inputs offloaded``, or ``compress``;
+            ``recompute in pieces``, where the second forward drops again what modules inside save.
         why: The choice's price beside another one's.
         saved_bytes: Of one microbatch, that no earlier segment has saved.
         kept_bytes: Of one microbatch, that stay on the device.

@@ -75,9 +75,9 @@ def _points(segments: Sequence[Segment], found: Treatment, buffer_bytes: int, wa
             in_use, gradients = segment.figures.backward_bytes, segment.live_gradient_bytes
             gradients = max(gradients, segment.gradient_bytes) if size > 1 else gradients
             if option in _AGAIN:
-                in_use = max(segment.figures.forward_bytes, in_use) + max(
-                    segment.figures.saved.fresh, segment.figures.saved.all
-                )
+                saved, nested = segment.figures.saved, segment.freedom.nested
+                again = max(saved.fresh, saved.all) if nested is None else nested.nbytes
+                in_use = max(segment.figures.forward_bytes, in_use) + again
         yield MemoryPoint(
             segment=segment.name or "(the model)",
             way=way,
@@ -92,11 +92,17 @@ def _points(segments: Sequence[Segment], found: Treatment, buffer_bytes: int, wa
 
 def moved_bytes(segments: Sequence[Segment], found: _C.ActivationPlan) -> int:
     """Activations of a round that are on the host at once."""
-    moved = 0
-    for segment, option in zip(segments, found.options, strict=True):
-        moved += segment.figures.saved.fresh if option == _C.ActivationOption.OFFLOAD else 0
-        moved += segment.figures.inputs.fresh if option == _C.ActivationOption.RECOMPUTE_OFFLOADED else 0
-    return found.round_size * moved
+    options = zip(segments, found.options, strict=True)
+    return found.round_size * sum(moved_of(segment, option) for segment, option in options)
+
+
+def moved_of(segment: Segment, option: _C.ActivationOption) -> int:
+    """Bytes of one microbatch that leave and come back."""
+    if option == _C.ActivationOption.OFFLOAD:
+        return segment.figures.saved.fresh
+    if option == _C.ActivationOption.COMPRESS and segment.freedom.coding is not None:
+        return segment.freedom.coding.stream_bytes
+    return segment.figures.inputs.fresh if option == _C.ActivationOption.RECOMPUTE_OFFLOADED else 0
 
 
 def _kept(segment: Segment, option: _C.ActivationOption) -> int:

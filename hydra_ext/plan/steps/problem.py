@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 from hydra_ext import _C
 from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall, PlanError
-from hydra_ext.plan.segments import Segment, segments_of
+from hydra_ext.plan.segments import CodingOf, Segment, in_pieces, needs_again, segments_of
 from hydra_ext.plan.steps.memory import moved_bytes
-from hydra_ext.profile import Amount, ModuleFigures, Profile, cuts_of
+from hydra_ext.policy import GivenPolicies
+from hydra_ext.profile import Amount, ModuleFigures, Profile, balanced_cut, cuts_of
 
 REST = "(outside of the segments)"
 
 _NO_LIMIT = 2**63 - 1  # bytes of the host
+_MOST_NESTED = 2  # cuts whose segments also run again in pieces
+_AGAIN = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
 _CLOSE = 1.01  # times the least room on the host: near enough for an error
 
 
@@ -43,6 +47,19 @@ class StepSetting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a user wants to become of activations.
+
+    Attributes:
+        given: Policies of modules.
+        coding_of: Gives the coding of segments that may be compressed.
+    """
+
+    given: GivenPolicies = field(default_factory=GivenPolicies)
+    coding_of: CodingOf = lambda names, nbytes: None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Homes:
     """Where a model lives.
 
@@ -67,23 +84,25 @@ class StepProblem:
 
     Attributes:
         homes: As given, or the profile's weights and gradients on the host.
-        segments: Of each cut. The last one is what runs outside of the others.
+        segments: Of each cut. The last one is what runs outside of the others. Some cuts are there twice: as they are,
+            and with segments that run again in pieces.
         names: Of the segments.
         least_bytes: The smallest budget that any plan fits.
         ideal_bytes: The budget with which all activations of a step stay, and all weights.
     """
 
-    def __init__(self, profile: Profile, setting: StepSetting, homes: Homes | None = None) -> None:
+    def __init__(
+        self, profile: Profile, setting: StepSetting, homes: Homes | None = None, wishes: Wishes | None = None
+    ) -> None:
+        wishes = wishes or Wishes()
         self.profile = profile
         self.setting = setting
         self.homes = homes or Homes(nbytes=sum(block.weight_bytes + block.gradient_bytes for block in profile.blocks))
-        self.segments = [
-            [
-                *segments_of(profile, names, recompute=setting.recompute, slowness=setting.slowness),
-                _rest(profile, names, setting.slowness),
-            ]
-            for names in cuts_of(profile, groups=setting.recompute)
-        ]
+        cuts = cuts_of(profile, groups=setting.recompute, given=wishes.given)
+        self.segments = [self._segments(names, wishes) for names in cuts]
+        self._first_nested = len(cuts)
+        if setting.recompute:
+            self.segments += self._nested(cuts, wishes)
         self.names = [tuple(segment.name for segment in cut) for cut in self.segments]
         self._cuts = [[segment.core() for segment in cut] for cut in self.segments]
         least = _C.least_activation_budget(self._cuts, round_sizes=setting.round_sizes)
@@ -91,14 +110,33 @@ class StepProblem:
         self.least_bytes = least + setting.buffer_bytes
         self.ideal_bytes = max(self.least_bytes, self._ideal())
 
+    def _segments(self, names: Sequence[str], wishes: Wishes) -> list[Segment]:
+        profile, setting = self.profile, self.setting
+        segments = segments_of(
+            profile,
+            names,
+            recompute=setting.recompute,
+            slowness=setting.slowness,
+            given=wishes.given,
+            coding_of=wishes.coding_of,
+        )
+        return [*segments, _rest(profile, names, setting.slowness)]
+
+    def _nested(self, cuts: Sequence[tuple[str, ...]], wishes: Wishes) -> list[list[Segment]]:
+        """The cuts that are the best ones where segments run again in pieces, with such segments."""
+        balanced = balanced_cut(self.profile, lambda figures: needs_again(self.profile, figures), given=wishes.given)
+        tried = dict.fromkeys([balanced, *cuts])
+        found = (in_pieces(self.profile, self._segments(names, wishes), self.setting.slowness) for names in tried)
+        return [*islice((segments for segments in found if segments is not None), _MOST_NESTED)]
+
     def _ideal(self) -> int:
         """The budget with which all is kept, and all weights stay."""
         weights = sum(block.weight_bytes for block in self.profile.blocks)
         peaks = []
-        for cut in self._cuts:
+        for cut, segments in zip(self._cuts, self.segments, strict=True):
             *_, peak = _C.simulate_activations(
                 cut,
-                options=[_C.ActivationOption.KEEP] * len(cut),
+                options=[(segment.freedom.options or (_C.ActivationOption.KEEP,))[0] for segment in segments],
                 round_size=max(self.setting.round_sizes, default=self.setting.microbatches),
                 stash_bytes=0,
                 microbatches=self.setting.microbatches,
@@ -131,9 +169,29 @@ class StepProblem:
         self, budget: int, room: int, *, faster: float = 1.0, microbatches: int | None = None, effort: float = 1.0
     ) -> _C.ActivationPlan:
         """With so many bytes of activations on the host."""
+        try:
+            found = self._best(self._cuts[: self._first_nested], budget, room, faster, microbatches, effort)
+        except PlanError:
+            if self._first_nested == len(self._cuts):
+                raise
+            return self._best(self._cuts, budget, room, faster, microbatches, effort)
+        if self._first_nested == len(self._cuts) or not any(option in _AGAIN for option in found.options):
+            return found
+        other = self._best(self._cuts, budget, room, faster, microbatches, effort)
+        return min(found, other, key=lambda plan: plan.seconds)
+
+    def _best(
+        self,
+        cuts: Sequence[Sequence[_C.ActivationSegment]],
+        budget: int,
+        room: int,
+        faster: float,
+        microbatches: int | None,
+        effort: float,
+    ) -> _C.ActivationPlan:
         setting = self.setting
         return _C.plan_activations(
-            self._cuts,
+            cuts,
             microbatches=microbatches or setting.microbatches,
             budget=budget - setting.buffer_bytes,
             to_device=setting.to_device * faster,

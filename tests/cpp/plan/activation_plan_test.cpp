@@ -47,9 +47,9 @@ class Chains {
     segment.gradients.all = mib(0.5, 8);
     segment.gradients.live = std::min(segment.gradients.all, segment.slot_bytes);
     const double drawn = between(0, 1);
-    segment.recompute = drawn < 0.6   ? RecomputeScope::kInRounds
-                        : drawn < 0.9 ? RecomputeScope::kAlone
-                                      : RecomputeScope::kNever;
+    segment.freedom.recompute = drawn < 0.6   ? RecomputeScope::kInRounds
+                                : drawn < 0.9 ? RecomputeScope::kAlone
+                                              : RecomputeScope::kNever;
     if (may_compress) {
       segment.coding = SegmentCoding{segment.saved.fresh / 5, 0.3 * segment.forward_seconds};
     }
@@ -99,7 +99,7 @@ ActivationSegment plain_segment() {
   segment.inputs = {10, 10};
   segment.forward_bytes = 5;
   segment.backward_bytes = 7;
-  segment.recompute = RecomputeScope::kInRounds;
+  segment.freedom.recompute = RecomputeScope::kInRounds;
   return segment;
 }
 
@@ -257,10 +257,10 @@ TEST(ActivationPlan, TheLeastBudgetIsEnough) {
 
 TEST(ActivationPlan, SegmentsRunAgainOnlyWhereTheyMay) {
   ActivationSegment segment = plain_segment();
-  segment.recompute = RecomputeScope::kAlone;
+  segment.freedom.recompute = RecomputeScope::kAlone;
   EXPECT_TRUE(allows(segment, Option::kRecompute, 1));
   EXPECT_FALSE(allows(segment, Option::kRecomputeOffloaded, 2));
-  segment.recompute = RecomputeScope::kNever;
+  segment.freedom.recompute = RecomputeScope::kNever;
   EXPECT_FALSE(allows(segment, Option::kRecompute, 1));
   Chains chains(13);
   for (int round = 0; round < 20; ++round) {
@@ -292,7 +292,7 @@ TEST(ActivationPlan, OnlyTheGivenRoundSizesAreTried) {
   ActivationSegment segment = plain_segment();
   segment.weight_bytes = 1000;
   segment.slot_bytes = 1000;
-  segment.recompute = RecomputeScope::kAlone;
+  segment.freedom.recompute = RecomputeScope::kAlone;
   // A round of all brings the weights once each way.
   ActivationProblem problem = {{{segment, segment, segment}}, 3, machine_of(1950, 100), {}};
   EXPECT_EQ(plan_activations(problem).treatment.round_size, 3);

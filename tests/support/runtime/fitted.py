@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import hydra_ext
 from hydra_ext import Checks, Offload, SimulatedDevice
+from hydra_ext.activations.report import StashReport
 from hydra_ext.errors import BudgetTooSmall
 from hydra_ext.profile import Profile
 from support.models.zoo import FAMILIES
@@ -225,17 +226,23 @@ class Found:
 
     Attributes:
         recomputed: Names of the modules that the last plan has called again in backward.
+        pieces: Names of those inside that it has called a third time.
         second_calls: Number of second calls of all modules.
         retries: Rounds that were undone.
+        stash: The stash's report.
+        planned: The last plan: what becomes of each segment.
     """
 
     plain: list[Tensor]
     fitted: list[Tensor]
     profile: Profile | None
     recomputed: list[str]
+    pieces: list[str]
     second_calls: int
     retries: int
     model: Any
+    stash: StashReport
+    planned: dict[str, str]
 
     @property
     def equal(self) -> bool:
@@ -243,7 +250,12 @@ class Found:
 
 
 def both(
-    make: Callable[[], nn.Module], program: Program, *, budget: int, device: SimulatedDevice | None = None
+    make: Callable[[], nn.Module],
+    program: Program,
+    *,
+    budget: int,
+    device: SimulatedDevice | None = None,
+    activations: Any = "auto",
 ) -> Found:
     """Runs a program on a plain model, and on one whose activations are fitted. Compares all that it returns."""
     left = []
@@ -256,11 +268,16 @@ def both(
             left.append([*program(model, optimizer), *noted(model).values()])
             continue
         options: Any = {"budget": budget, "device": device or SimulatedDevice(), "checks": Checks(poison_hosts=True)}
+        options["activations"] = activations
         with hydra_ext.offload(model, optimizer, **options) as run:
             given = program(model, optimizer)
             report, fit = run.report(), run.fit
         left.append([*(each.cpu() for each in given), *noted(model).values()])
     assert report.activations is not None
     assert fit is not None
-    recomputed = [] if fit.applied is None else fit.applied.recomputed
-    return Found(*left, fit.planner.profile, recomputed, report.activations.recomputed, report.retries, model)
+    stash, applied = report.activations, fit.applied
+    recomputed, pieces = ([], []) if applied is None else (applied.recomputed, applied.pieces)
+    planned = {} if applied is None else dict(zip(applied.names, (o.name for o in applied.options), strict=True))
+    return Found(
+        *left, fit.planner.profile, recomputed, pieces, stash.recomputed, report.retries, model, stash, planned
+    )
