@@ -81,6 +81,7 @@ __all__: list[str] = [
     "StashPart",
     "StashPass",
     "StashStatistics",
+    "Staying",
     "StepRecord",
     "StepWork",
     "StepWorkKind",
@@ -884,7 +885,8 @@ class ActivationSegment:
         stream_bytes: typing.SupportsInt | typing.SupportsIndex | None = None,
         coding_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         options: collections.abc.Sequence[ActivationOption] | None = None,
-        nested: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex] | None = None,
+        nested: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+        | None = None,
     ) -> None: ...
 
 class ActivationPlan:
