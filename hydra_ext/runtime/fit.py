@@ -105,6 +105,21 @@ class Trials:
         return known is None
 
 
+@dataclass
+class Setbacks:
+    """What has failed.
+
+    Attributes:
+        failures: Rounds of this step that ran out of memory.
+        of_plan: Whether a planned one did, before a microbatch is measured anew.
+        frugal_steps: Steps without a plan since a microbatch was measured.
+    """
+
+    failures: int = 0
+    of_plan: bool = False
+    frugal_steps: int = 0
+
+
 class Fit:
     """The activations of one run. Its methods are called by the thread that makes the steps.
 
@@ -127,9 +142,7 @@ class Fit:
         self._planner: StepPlanner | None = None
         # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
         self._rung = Rung.MEASURED if owner.device.type == "cuda" else Rung.GIVEN
-        self._failures = 0  # in this step
-        self._plan_failed = False
-        self._frugal_steps = 0  # since a microbatch was measured
+        self._setbacks = Setbacks()
         self._kind = _LOOP
         self._trials: dict[StepKind, Trials] = {}
         self._began: float | None = None
@@ -168,10 +181,10 @@ class Fit:
         """A step of ``count`` microbatches begins; ``size`` and ``recompute`` are the user's arguments."""
         self._kind = StepKind(count, size, recompute is not False)
         if self._rung is Rung.FRUGAL:
-            self._frugal_steps += 1
-            if self._failures or self._frugal_steps >= _LOOK_AGAIN:
+            self._setbacks.frugal_steps += 1
+            if self._setbacks.failures or self._setbacks.frugal_steps >= _LOOK_AGAIN:
                 self._rung = Rung.MEASURED
-        self._failures = 0
+        self._setbacks.failures = 0
         self._began = time.perf_counter() if self._rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
@@ -208,12 +221,12 @@ class Fit:
         if self.heads.be_wary():
             self._rung, self._began = Rung.MEASURED, None
             return ""
-        self._failures += 1
+        self._setbacks.failures += 1
         self._began = None
         failed, self._rung = self._rung, Rung.FRUGAL
         if failed in (Rung.GIVEN, Rung.PLANNED):
-            self._plan_failed = failed is Rung.PLANNED
-            if self._failures < _MOST_FAILURES:
+            self._setbacks.of_plan = failed is Rung.PLANNED
+            if self._setbacks.failures < _MOST_FAILURES:
                 self._rung = Rung.MEASURED
             return ""
         together = "one at a time" if size is None or size == 1 else f"in rounds of {size}"
@@ -268,7 +281,7 @@ class Fit:
 
     def _measure(self) -> None:
         self._rung = Rung.MEASURED
-        self._frugal_steps = 0
+        self._setbacks.frugal_steps = 0
         self._saving.given.set_aside(compress=True)
         self._saving.measure(self.planner.measure())
 
@@ -279,8 +292,8 @@ class Fit:
                 self._measure()  # another one
                 return
             self._saving.measure(None)
-            self.planner.settle(tighten=self._plan_failed)
-            self._plan_failed = False
+            self.planner.settle(tighten=self._setbacks.of_plan)
+            self._setbacks.of_plan = False
             self._rung = Rung.PLANNED
             self._trials.clear()
 

@@ -44,12 +44,9 @@ ActivationSegment make_segment(double forward_seconds, double backward_seconds, 
       .weight_bytes = weight_bytes,
       .slot_bytes = slot_bytes,
       .gradients = {live_gradient_bytes, gradient_bytes},
-      .coding = std::nullopt,
+      .coding = stream_bytes ? std::optional(SegmentCoding{*stream_bytes, coding_seconds}) : std::nullopt,
       .freedom = {recompute, {}, {}},
   };
-  if (stream_bytes) {
-    segment.coding = SegmentCoding{*stream_bytes, coding_seconds};
-  }
   if (nested) {
     segment.freedom.nested = NestedForward{nested->first, nested->second};
   }

@@ -63,8 +63,7 @@ def answer(
         advice=_advice(problem, budget, found.seconds),
         measured=measured,
         measured_because=measured_because,
-        heads_in_rows=tuple(heads_in_rows),
-        _step=TreatedStep.of(problem, budget, found),
+        _step=TreatedStep.of(problem, budget, found, heads_in_rows=heads_in_rows),
     )
 
 

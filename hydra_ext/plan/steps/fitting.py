@@ -68,8 +68,7 @@ def fit(
         disk: Bytes a second of the disk, each way, for activations beyond ``host_budget``; None if they have to fit.
         param_dtype: Dtype in which weights compute; by default the model's own.
         update_seconds: Of the optimizer's step, which runs behind the next forward.
-        inexact_heads: As in :class:`hydra_ext.Auto`. For a card, whose kernels are not here, no head runs in rows
-            without it.
+        inexact_heads: As in :class:`hydra_ext.Auto`. A card, whose kernels are not here, has no heads in rows without.
 
     Raises:
         BudgetTooSmall: No plan fits. The error names the budget that would do, and the moment that needs it.
@@ -88,25 +87,24 @@ def fit(
         round_sizes=_round_sizes(round_size, microbatches),
         recompute=recompute,
     )
-    asked = None if budget is None else parse_bytes(budget)
-    homes = _homes(model, optimizer, host_budget, 0.0 if disk is None else bytes_per_second(disk, named="disk"))
+    homes = _homes(model, optimizer, host_budget, disk)
     problem_with = partial(_problem_with, model, example, fn, param_dtype, card, setting, homes)
-    return _answered(problem_with, model, asked, card, inexact_heads=inexact_heads)
+    return _answered(problem_with, model, budget, card, inexact_heads=inexact_heads)
 
 
 def _answered(
     problem_with: Callable[[Heads], tuple[StepProblem, str | None]],
     model: nn.Module,
-    budget: int | None,
+    given: int | str | None,
     card: Card | None,
     *,
     inexact_heads: bool,
 ) -> Plan:
     """The plan with plain heads, or where these do not fit, with heads in rows."""
     plain, in_rows = Heads(model, None, exact=False), Heads(model, 0, exact=not inexact_heads)
+    asked = None if given is None else parse_bytes(given)
     problem, because = problem_with(plain)
-    if budget is None:
-        budget = _most(problem, card)
+    budget = _most(problem, card) if asked is None else asked
     leanest = problem
     if (card is None or inexact_heads) and _binds(plain, problem):
         leanest = min(problem, problem_with(in_rows)[0], key=lambda each: each.least_bytes)
@@ -178,7 +176,10 @@ def _round_sizes(round_size: int | None, microbatches: int) -> tuple[int, ...]:
 
 
 def _homes(
-    model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None, disk: float
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | float,
+    host_budget: int | str | None,
+    disk: float | str | None,
 ) -> Homes:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -196,4 +197,5 @@ def _homes(
     else:
         raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
     limit = None if host_budget is None else parse_bytes(host_budget, named="host_budget")
-    return Homes(nbytes=weights + gradients + state, host_budget=limit, disk=disk)
+    speed = 0.0 if disk is None else bytes_per_second(disk, named="disk")
+    return Homes(nbytes=weights + gradients + state, host_budget=limit, disk=speed)

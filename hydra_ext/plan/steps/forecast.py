@@ -80,7 +80,6 @@ class Plan:
         advice: What would help, the best first.
         measured: Of steps that ran so; None before.
         measured_because: Why a real microbatch gave the figures, and not a dry run; None if that was not needed.
-        heads_in_rows: Linear layers whose logits are made, and go backward, some rows at a time.
     """
 
     budget: int
@@ -99,8 +98,12 @@ class Plan:
     advice: tuple[Advice, ...]
     measured: MeasuredStep | None = None
     measured_because: str | None = None
-    heads_in_rows: tuple[str, ...] = ()
     _step: TreatedStep = field(repr=False)
+
+    @property
+    def heads_in_rows(self) -> tuple[str, ...]:
+        """Linear layers whose logits are made, and go backward, some rows at a time."""
+        return self._step.heads_in_rows
 
     @property
     def memory(self) -> tuple[MemoryPoint, ...]:

@@ -6,6 +6,7 @@ The simulation is the one whose seconds the planner compares.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_ext import _C
@@ -73,6 +74,7 @@ class TreatedStep:
         options: One for each segment.
         round_size: Microbatches that run together.
         stash_bytes: Room for activations on their way.
+        heads_in_rows: Names of heads that run in rows.
     """
 
     segments: tuple[Segment, ...]
@@ -82,9 +84,12 @@ class TreatedStep:
     options: tuple[_C.ActivationOption, ...]
     round_size: int
     stash_bytes: int
+    heads_in_rows: tuple[str, ...]
 
     @classmethod
-    def of(cls, problem: StepProblem, budget: int, found: _C.ActivationPlan) -> TreatedStep:
+    def of(
+        cls, problem: StepProblem, budget: int, found: _C.ActivationPlan, *, heads_in_rows: Sequence[str]
+    ) -> TreatedStep:
         return cls(
             segments=tuple(problem.segments[found.cut]),
             setting=problem.setting,
@@ -93,6 +98,7 @@ class TreatedStep:
             options=tuple(found.options),
             round_size=found.round_size,
             stash_bytes=found.stash_bytes,
+            heads_in_rows=tuple(heads_in_rows),
         )
 
     def memory(self) -> tuple[MemoryPoint, ...]:
