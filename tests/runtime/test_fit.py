@@ -19,8 +19,9 @@ from hydra_ext.profile import Amount, ModuleFigures, Profile
 from hydra_ext.profile.dry_run import dry_run
 from support.models.zoo import FAMILIES
 from support.runtime.fitted import Found, Program, both, noted, optimizer_of
+from support.runtime.layered import ROWS, WIDTH, Layered, data, loss_of
 
-WIDTH, ROWS, LAYERS = 64, 96, 4
+LAYERS = 4
 TIGHT, AMPLE = 450_000, 1_200_000  # all weights take 0.55 MiB, and all that one forward saves takes 2
 
 
@@ -38,25 +39,9 @@ class Layer(nn.Module):
         return x + self.down(self.drop(self.act(self.up(x))).sigmoid())
 
 
-class Net(nn.Module):
+class Net(Layered):
     def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers or [Layer() for _ in range(LAYERS)])
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def data(count: int) -> list[Tensor]:
-    return list(torch.randn(count, ROWS, WIDTH, generator=torch.Generator().manual_seed(2)))
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    y = model(x)
-    return functional.cross_entropy(y, torch.arange(len(y), device=y.device) % 8)
+        super().__init__(layers or [Layer() for _ in range(LAYERS)])
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import hydra_ext
 from hydra_ext import Checks, Compress, Keep, Offload, Recompute, SimulatedDevice
@@ -15,8 +14,9 @@ from hydra_ext.activations.report import PartReport
 from hydra_ext.errors import InvalidArgument, UnsupportedModel
 from hydra_ext.runtime.fit import Rung
 from support.runtime.fitted import Found, Program, both
+from support.runtime.layered import ROWS, WIDTH, Layered, data, loss_of
 
-WIDTH, ROWS, LAYERS = 64, 96, 4
+LAYERS = 4
 TIGHT, MIDDLE, AMPLE = 450_000, 1_200_000, 2**24  # all that one forward saves takes 2 MiB
 CRAWLING = SimulatedDevice(to_device_bytes_per_second=5e6, to_host_bytes_per_second=5e6)
 
@@ -35,25 +35,9 @@ class Layer(nn.Module):
         return x + self.down(self.drop(self.act(self.up(x))))
 
 
-class Net(nn.Module):
+class Net(Layered):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def data(count: int) -> list[Tensor]:
-    return list(torch.randn(count, ROWS, WIDTH, generator=torch.Generator().manual_seed(2)))
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    y = model(x)
-    return functional.cross_entropy(y, torch.arange(len(y), device=y.device) % 8)
+        super().__init__(Layer() for _ in range(LAYERS))
 
 
 def in_a_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
