@@ -29,7 +29,6 @@ BUILT_UP = {
     "StageLinks",
     "Usage",
     "Tally",
-    "Trials",
     "_BlockReduction",
     "_Call",
     "_Forward",

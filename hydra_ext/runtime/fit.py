@@ -12,7 +12,7 @@ Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vD
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
 _MOST_FAILURES = 3  # in one step, before the frugal way
+_TIMED = 3  # steps by a plan, before it is compared
 _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
 _REPLANS = 3  # because a forecast was far off
 _LOOK_AGAIN = 20  # frugal steps after which a microbatch is measured anew: others may have come
@@ -73,36 +74,55 @@ class StepKind:
 _LOOP = StepKind(1, 1, recompute=False)  # a loop of the user
 
 
-@dataclass
 class Trials:
     """The plans for steps of one kind, and their times.
+
+    Of a plan's steps the first is slower than those that follow and not counted. The shortest of the next ones is the
+    plan's time: what else the machine does makes a step longer and never shorter.
 
     Attributes:
         planned: The step as it runs now.
         candidates: Other plans, to be timed.
-        seconds: Of a step as planned.
-        warm: The plan by which the last step ran: the first step by a plan is slower than those that follow.
+        seconds: Of the shortest step by each plan so far.
         replans: Number of times that a forecast was far off.
     """
 
-    planned: PlannedStep
-    candidates: list[PlannedStep]
-    seconds: dict[PlannedStep, float] = field(default_factory=dict)
-    warm: PlannedStep | None = None
-    replans: int = 0
+    def __init__(self, plans: list[PlannedStep]) -> None:
+        self.planned, *self.candidates = plans
+        self.seconds: dict[PlannedStep, float] = {}
+        self.replans = 0
+        self._is_cold = True
+        self._left = _TIMED  # steps by the present plan, before another is timed or the fastest is taken
 
     def note(self, seconds: float) -> bool:
-        """Notes a step's time, and goes on to the next candidate, or to the fastest plan. Returns whether it is new."""
-        if self.planned is not self.warm:
-            self.warm = self.planned
+        """Notes a step's time. Returns whether all plans have been timed now: the fastest is taken."""
+        if self._is_cold:
+            self._is_cold = False
             return False
-        known = self.seconds.get(self.planned)
-        self.seconds[self.planned] = seconds if known is None else min(known, seconds)
-        if self.candidates:
-            self.planned = self.candidates.pop(0)
-        elif known is None:
-            self.planned = min(self.seconds, key=self.seconds.__getitem__)
-        return known is None
+        self.seconds[self.planned] = min(seconds, self.seconds.get(self.planned, seconds))
+        if self._left == 0:
+            return False
+        self._left -= 1
+        if self._left > 0 or self._take_candidate():
+            return False
+        self._take(min(self.seconds, key=self.seconds.__getitem__))
+        return True
+
+    def try_also(self, plans: list[PlannedStep]) -> None:
+        """Has those timed that were not."""
+        self.candidates = [plan for plan in plans if plan not in self.seconds]
+        self._take_candidate()
+
+    def _take_candidate(self) -> bool:
+        if not self.candidates:
+            return False
+        self._take(self.candidates.pop(0))
+        self._left = _TIMED
+        return True
+
+    def _take(self, planned: PlannedStep) -> None:
+        self._is_cold = planned is not self.planned
+        self.planned = planned
 
 
 @dataclass
@@ -237,13 +257,12 @@ class Fit:
         trials = self._trials.get(self._kind)
         if self._began is None or trials is None:
             return
-        planned, seconds = trials.planned, time.perf_counter() - self._began
-        if trials.note(seconds) and not trials.candidates and trials.replans < _REPLANS:
-            slowness = planned.slowness(seconds)
+        if trials.note(time.perf_counter() - self._began) and trials.replans < _REPLANS:
+            slowness = trials.planned.slowness(trials.seconds[trials.planned])
             if slowness is not None:
                 trials.replans += 1
                 self.planner.slowness *= slowness
-                trials.candidates = [plan for plan in self._plans() if plan not in trials.seconds]
+                trials.try_also(self._plans())
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 
@@ -327,7 +346,7 @@ class Fit:
         if self._kind not in self._trials:
             plans = self._plans()
             if plans:
-                self._trials[self._kind] = Trials(plans[0], plans[1:])
+                self._trials[self._kind] = Trials(plans)
         return self._trials.get(self._kind)
 
     def _plans(self) -> list[PlannedStep]:

@@ -36,13 +36,17 @@ def family_of(build: type[nn.Module]) -> Family:
     return Family(build.__name__, build, MORE_FAMILIES["residual"].batch)
 
 
-def both(family: Family, **choices: Any) -> tuple[Seen, Seen, hydra_ext.Report]:
+def both(
+    family: Family, *, activations: Literal["auto"] | None = None, **choices: Any
+) -> tuple[Seen, Seen, hydra_ext.Report]:
     batches = family.batches(1, 5 * PLAN.m)
     expected = train_loop(family.make(0), family.loss, batches, PLAN)
     model = family.make(0)
     optimizer = build_optimizer(model, PLAN)
-    layers = list(model.layers)
-    with hydra_ext.offload(model, optimizer, budget=ROOMY, blocks=layers, checks=Checks(poison_hosts=True)) as run:
+    layers, checks = list(model.layers), Checks(poison_hosts=True)
+    with hydra_ext.offload(
+        model, optimizer, budget=ROOMY, blocks=layers, checks=checks, activations=activations
+    ) as run:
         seen = train_rounds(run, model, family.loss, batches, PLAN, **choices)
         assert_nothing_left(run)
         assert run.report().windows > 0
@@ -102,6 +106,14 @@ def test_what_a_microbatch_has_from_an_earlier_round_makes_all_of_the_step_a_loo
     seen, expected, report = both(family_of(Sharing), recompute=False, **choices)
     assert differences(seen, expected) == []
     assert (report.refusals, report.fallbacks, report.retries) == (1, 5 * PLAN.m, 0)
+
+
+@pytest.mark.parametrize("build", [Sharing, Counting])
+def test_by_default_what_microbatches_share_is_as_in_a_loop(build: type[nn.Module]) -> None:
+    """Whether they are refused depends on the rounds, which depend on what was measured."""
+    seen, expected, report = both(family_of(build), activations="auto")
+    assert differences(seen, expected) == []
+    assert (report.refusals <= 1, report.retries) == (True, 0)
 
 
 # ---- recomputation --------------------------------------------------------------------------------------------------
