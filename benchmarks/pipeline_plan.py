@@ -1,6 +1,6 @@
-"""``Pipeline(plan="auto")`` against all choices by hand: python benchmarks/pipeline_plan.py [--rounds 5] [--ranks 2]
+"""``Pipeline(plan="auto")`` against all choices by hand: python benchmarks/pipeline_plan.py [--rounds 9] [--ranks 2]
 
-On ranks of one thread each, a GPT-2 and a convolutional network train a batch by 2bw. The plan's choice is compared
+On ranks of one thread each, four models train a batch by 2bw. The plan's choice is compared
 with every other of lines of ranks, size of microbatches and recomputation that the plan has judged, each with its own
 best cuts. All run by turns, the plan's choice twice a round. A choice's seconds are the median over the rounds of a
 step's, on the slowest rank. The spread is half the interquartile range of the ratio of the two identical runs. Those
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import verdict
-from models import Size, make_model
+from models import Size, make_model, make_vgg
 from ranks import run_ranks
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 from hydra_ext.pipeline import Pipeline
 
@@ -52,7 +53,24 @@ def convolutions() -> tuple[nn.Module, Tensor, Callable[[nn.Module, Tensor], Ten
     return model, batch, lambda model, images: model(images).square().mean()
 
 
-MODELS = {"GPT-2, 6 layers of 192": gpt2, "7 convolutions": convolutions}
+def bert() -> tuple[nn.Module, Tensor, Callable[[nn.Module, Tensor], Tensor]]:
+    torch.manual_seed(0)
+    model = BertForMaskedLM(
+        BertConfig(
+            vocab_size=256, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, intermediate_size=512,
+            max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    batch = torch.randint(256, (16, 64), generator=torch.Generator().manual_seed(1))
+    return model, batch, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss
+
+
+def vgg() -> tuple[nn.Module, Tensor, Callable[[nn.Module, Tensor], Tensor]]:
+    batch = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return make_vgg(16), batch.contiguous(memory_format=torch.channels_last), lambda model, x: model(x).square().mean()
+
+
+MODELS = {"GPT-2, 6 layers of 192": gpt2, "7 convolutions": convolutions, "BERT, 8 layers of 128": bert, "VGG-16": vgg}
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -146,10 +164,11 @@ def report(name: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     arguments = parser.parse_args()
-    for name in MODELS:
+    for name in arguments.models:
         report(name, run_ranks(measured, name, arguments.rounds, size=arguments.ranks)[0])
 
 
