@@ -8,7 +8,8 @@
 //   keep                 stays on the device
 //   offload              leaves as it is saved, and comes back for backward
 //   compress             likewise, as a stream
-//   recompute            is dropped; the inputs stay on the device, and the segment runs forward again in backward
+//   recompute            is dropped; the inputs stay on the device, and the segment runs forward again in backward,
+//                        until it has saved its last tensor
 //   recompute offloaded  likewise, but the inputs leave and come back
 //
 // What leaves or comes ahead of its use is in the stash, which has room for `stash_bytes`. If the room cannot hold what
@@ -45,17 +46,18 @@ enum class RecomputeScope : std::uint8_t {
   kInRounds,  // with rounds of any size
 };
 
-/// A second forward in pieces: what a piece saves is dropped again, and the piece runs once more in its own backward.
-struct NestedForward {
-  Bytes bytes = 0;     // that are there at once: the inputs of all pieces, and what the largest piece saves
-  double seconds = 0;  // of the second forward, and of the third ones
+/// How a segment runs again. It can do so in pieces: what a piece saves is dropped again, and the piece runs once more
+/// in its own backward.
+struct SecondForward {
+  Bytes bytes = 0;     // that are there at once; in pieces: the inputs of all, and what the largest one saves
+  double seconds = 0;  // of the second forward, and of the third ones of pieces
 };
 
 /// What a segment's own limits and its module's policy leave to the planner.
 struct SegmentFreedom {
   RecomputeScope recompute = RecomputeScope::kNever;
   OptionBits refused;
-  std::optional<NestedForward> nested;  // how it runs again; none: in one piece
+  std::optional<SecondForward> second;  // none: it saves and takes as much as the first
 };
 
 /// Bytes of storages. One that an earlier segment has saved is not new, but it stays if any segment keeps it.

@@ -23,15 +23,15 @@ constexpr double kNoSeconds = std::numeric_limits<double>::infinity();
 
 void check_activation_segment(const ActivationSegment& segment, std::size_t number) {
   const SegmentCoding coding = segment.coding.value_or(SegmentCoding());
-  const NestedForward nested = segment.freedom.nested.value_or(NestedForward());
-  for (const double seconds : {segment.forward_seconds, segment.backward_seconds, coding.seconds, nested.seconds}) {
+  const SecondForward second = segment.freedom.second.value_or(SecondForward());
+  for (const double seconds : {segment.forward_seconds, segment.backward_seconds, coding.seconds, second.seconds}) {
     HYDRA_EXPECT(std::isfinite(seconds) && seconds >= 0, PlanError,
                  "segment " + std::to_string(number) + ": its seconds are negative or not finite");
   }
   for (const Bytes bytes :
        {segment.saved.fresh, segment.saved.all, segment.inputs.fresh, segment.inputs.all, segment.parked_bytes,
         segment.forward_bytes, segment.backward_bytes, segment.gradients.live, segment.weight_bytes, segment.slot_bytes,
-        segment.gradients.all, coding.stream_bytes, nested.bytes}) {
+        segment.gradients.all, coding.stream_bytes, second.bytes}) {
     HYDRA_EXPECT(bytes >= 0 && bytes < Bytes{1} << 40, PlanError,
                  "segment " + std::to_string(number) + ": its bytes are negative, or too many to count");
   }

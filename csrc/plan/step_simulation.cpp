@@ -12,7 +12,7 @@ double again_seconds(const ActivationSegment& segment, ActivationOption option) 
   if (!runs_again(option)) {
     return 0;
   }
-  return segment.freedom.nested ? segment.freedom.nested->seconds : segment.forward_seconds;
+  return segment.freedom.second ? segment.freedom.second->seconds : segment.forward_seconds;
 }
 
 /// What a second forward saves.
@@ -20,7 +20,7 @@ Bytes again_bytes(const ActivationSegment& segment, ActivationOption option) {
   if (!runs_again(option)) {
     return 0;
   }
-  return segment.freedom.nested ? segment.freedom.nested->bytes : std::max(segment.saved.fresh, segment.saved.all);
+  return segment.freedom.second ? segment.freedom.second->bytes : std::max(segment.saved.fresh, segment.saved.all);
 }
 
 /// Bytes that take room until a moment. The moments of later ones are not earlier.

@@ -885,7 +885,7 @@ class ActivationSegment:
         stream_bytes: typing.SupportsInt | typing.SupportsIndex | None = None,
         coding_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         options: collections.abc.Sequence[ActivationOption] | None = None,
-        nested: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+        second: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
         | None = None,
     ) -> None: ...
 

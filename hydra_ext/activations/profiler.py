@@ -40,11 +40,13 @@ class _Call:
         taken: Those of them that were saved before.
         written: Those of them that it writes to.
         inside: Calls directly inside it.
+        last_save: When it saved its last tensor; None if it saved none.
+        seconds: From its beginning to its end, and until then.
     """
 
     module: nn.Module
     order: int
-    seconds: float = field(default=0.0, init=False)
+    seconds: tuple[float, float | None] = field(default=(0.0, None), init=False)
     fresh: dict[Storage, int] = field(default_factory=dict, init=False)
     saved: dict[Storage, int] = field(default_factory=dict, init=False)
     inputs: tuple[int, int] = field(default=(0, 0), init=False)
@@ -53,6 +55,7 @@ class _Call:
     written: list[StorageWeakRef] = field(default_factory=list, init=False)
     parked: int = field(default=0, init=False)
     inside: list[_Call] = field(default_factory=list, init=False)
+    last_save: Any = field(default=None, init=False)
 
 
 class Profiler:
@@ -135,6 +138,9 @@ class Profiler:
         """Counts a tensor that is saved for backward, before the stash takes it."""
         if threading.get_ident() != self._forward.thread or not self._running:
             return
+        now = self._clock.mark()
+        for call in self._running:
+            call.last_save = now
         with _unseen():
             if not self._storages.counts(tensor):
                 return
@@ -190,8 +196,10 @@ class Profiler:
         end = self._clock.mark()
         self._clock.settle()
         for call, begin, mark in self._marks:
-            call.seconds = self._clock.seconds(begin, mark)
-        forward = sum(call.seconds for call in self._calls[self._model])
+            saved = call.last_save
+            again = None if saved is None else self._clock.seconds(begin, saved)
+            call.seconds = self._clock.seconds(begin, mark), again
+        forward = sum(call.seconds[0] for call in self._calls[self._model])
         backward = self._clock.seconds(self._forward.end, end)
         peaks = _Peaks(self._layout, self._forward.recorded, self._core.pager.recorded(_C.PassKind.BACKWARD))
         order = sorted((calls[0].order, self._names[module]) for module, calls in self._calls.items() if calls)
@@ -232,7 +240,8 @@ class Profiler:
             name=name,
             order=calls[0].order if calls else 0,
             calls=len(calls),
-            forward_seconds=sum(call.seconds for call in calls),
+            forward_seconds=sum(call.seconds[0] for call in calls),
+            again_seconds=calls[0].seconds[1] if len(calls) == 1 else None,
             saved=amount((call.fresh for call in calls), (call.saved for call in calls)),
             inputs=Amount(fresh=sum(call.inputs[0] for call in calls), all=sum(call.inputs[1] for call in calls)),
             parked_bytes=max((call.parked for call in calls), default=0),

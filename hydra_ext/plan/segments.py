@@ -91,9 +91,21 @@ class Segment:
     def name(self) -> str:
         return self.figures.name
 
+    @property
+    def again_bytes(self) -> int:
+        """What a second forward saves."""
+        nested = self.freedom.nested
+        return max(self.figures.saved.fresh, self.figures.saved.all) if nested is None else nested.nbytes
+
+    @property
+    def again_seconds(self) -> float:
+        """Time of a second forward, with the third ones of pieces."""
+        nested = self.freedom.nested
+        return _again_seconds(self.figures) if nested is None else nested.seconds
+
     def core(self) -> _C.ActivationSegment:
         """The same for the planner."""
-        figures, coding, nested = self.figures, self.freedom.coding, self.freedom.nested
+        figures, coding = self.figures, self.freedom.coding
         return _C.ActivationSegment(
             forward_seconds=figures.forward_seconds,
             backward_seconds=self.backward_seconds,
@@ -112,7 +124,7 @@ class Segment:
             stream_bytes=None if coding is None else coding.stream_bytes,
             coding_seconds=0.0 if coding is None else coding.seconds,
             options=self.freedom.options,
-            nested=None if nested is None else (nested.nbytes, nested.seconds),
+            second=(self.again_bytes, self.again_seconds),
         )
 
 
@@ -152,6 +164,7 @@ def segments_of(
                 figures=replace(
                     figures,
                     forward_seconds=figures.forward_seconds * slowness,
+                    again_seconds=_again_seconds(figures) * slowness,
                     parked_bytes=max(figures.parked_bytes, after),
                 ),
                 backward_seconds=figures.forward_seconds * slowness * profile.backward_ratio,
@@ -194,7 +207,7 @@ def _nested(profile: Profile, figures: ModuleFigures, slowness: float) -> Nested
     if nbytes > _NESTED_SHARE * figures.saved.all:
         return None
     # The segment's own seconds are scaled already.
-    seconds = figures.forward_seconds + slowness * sum(piece.forward_seconds for piece in pieces)
+    seconds = _again_seconds(figures) + slowness * sum(map(_again_seconds, pieces))
     return Nested(pieces=tuple(piece.name for piece in pieces), nbytes=nbytes, seconds=seconds)
 
 
@@ -221,6 +234,10 @@ def _freedom(
         recompute=_scope(figures) if recompute else _C.RecomputeScope.NEVER,
         coding=coding_of(members, figures.saved.fresh) if isinstance(policy, Compress) else None,
     )
+
+
+def _again_seconds(figures: ModuleFigures) -> float:
+    return figures.forward_seconds if figures.again_seconds is None else figures.again_seconds
 
 
 def _scope(figures: ModuleFigures) -> _C.RecomputeScope:

@@ -33,6 +33,8 @@ class Call:
         inputs: As saved.
         fresh_inputs: As fresh.
         seconds: Of its operators in forward and in backward.
+        began: Seconds of all operators before it.
+        again: Seconds from there until it has saved its last tensor; None if it saves nothing.
     """
 
     def __init__(self, module: int, parent: int) -> None:
@@ -46,6 +48,8 @@ class Call:
         self.inputs: dict[Storage, int] = {}
         self.fresh_inputs: dict[Storage, int] = {}
         self.seconds = [0.0, 0.0]
+        self.began = 0.0
+        self.again: float | None = None
 
 
 class CallLog:
@@ -54,11 +58,13 @@ class CallLog:
     Attributes:
         calls: The first is the microbatch as a whole. Calls inside a call come later.
         part: What runs now.
+        spent: Seconds of all operators of forward so far.
     """
 
     def __init__(self) -> None:
         self.calls = [Call(module=0, parent=-1)]
         self.part = Part(0)
+        self.spent = 0.0
         self._open = [0]
         self._first_nodes: list[int] = []
 
@@ -69,6 +75,7 @@ class CallLog:
     def begin(self, module: int) -> Call:
         self._open.append(len(self.calls))
         call = Call(module, parent=self.part.call)
+        call.began = self.spent
         self.calls.append(call)
         self.part = Part(self._open[-1])
         return call
@@ -77,6 +84,17 @@ class CallLog:
         call.next_node = _next_node()
         self._open.pop()
         self.part = Part(self._open[-1])
+
+    def spend(self, seconds: float) -> None:
+        """An operator has run."""
+        self.calls[self.part.call].seconds[self.part.is_backward] += seconds
+        if not self.part.is_backward:
+            self.spent += seconds
+
+    def saves(self) -> None:
+        """A tensor is saved for backward."""
+        for call in self.open_calls:
+            call.again = self.spent - call.began
 
     def begin_backward(self) -> None:
         self.calls[0].next_node = _next_node()

@@ -151,12 +151,19 @@ def _narrowed(chain: Chain) -> list[tuple[int, int]]:
 def _within(chain: Chain, given: GivenPolicies, first: int, end: int, limit: int) -> list[tuple[int, int]]:
     """A piece of a chain, cut so that groups can run again and save at most the limit: the fewest bytes between them.
 
-    Of cuts with as few bytes, one with the fewest groups.
+    Of cuts with as few bytes, one with the fewest groups, and of these the one whose second forwards are the shortest:
+    a group's second forward ends before what it does after its last tensor is saved.
     """
     links = chain.links
     may_join = [link.figures.is_repeatable and not given.has_any(link.figures.name) for link in links]
     saved = [0, *accumulate(chain.own_bytes(at) for at in range(len(links)))]
-    best: dict[int, tuple[int, int, int]] = {first: (0, 0, first)}  # by end: bytes, groups, begin of the last one
+    ran = [0.0, *accumulate(link.figures.forward_seconds for link in links)]
+    saves = [0.0]  # by end: the moment of the last saved tensor before it
+    for at, link in enumerate(links):
+        again = link.figures.again_seconds
+        saves.append(saves[-1] if again is None else ran[at] + again)
+    # By end: bytes, groups, seconds, begin of the last one.
+    best: dict[int, tuple[int, int, float, int]] = {first: (0, 0, 0.0, first)}
     for after in range(first + 1, end + 1):
         for begin in range(after - 1, first - 1, -1):
             if after - begin > 1:
@@ -164,11 +171,13 @@ def _within(chain: Chain, given: GivenPolicies, first: int, end: int, limit: int
                     break
                 if links[begin].intact_until < after or not may_join[after - 1]:
                     continue
-            size, groups, _ = best[begin]
-            found = size + links[begin].figures.inputs.all, groups + 1, begin
+            size, groups, seconds, _ = best[begin]
+            seconds += max(0.0, saves[after] - ran[begin])
+            found = size + links[begin].figures.inputs.all, groups + 1, seconds, begin
             best[after] = min(best.get(after, found), found)
     pieces = []
     while end > first:
-        pieces.append((best[end][2], end))
-        end = best[end][2]
+        begin = best[end][-1]
+        pieces.append((begin, end))
+        end = begin
     return pieces[::-1]

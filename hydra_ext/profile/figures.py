@@ -49,6 +49,8 @@ class ModuleFigures:
         order: Number of its first call among all calls of modules.
         calls: Number of its calls; 0 if it was not called as a module.
         forward_seconds: Time of its forward, without waits.
+        again_seconds: Of these, until it has saved its last tensor, where a second call ends. None if it saves nothing,
+            or where that was not measured.
         saved: What its forward saves for backward.
         inputs: Its arguments, without parameters and buffers: what a second call needs. Tensors below 1 KiB do not
             count, here and in ``saved``.
@@ -68,6 +70,7 @@ class ModuleFigures:
     order: int = 0
     calls: int = 0
     forward_seconds: float = 0.0
+    again_seconds: float | None = None
     saved: Amount = field(default_factory=Amount)
     inputs: Amount = field(default_factory=Amount)
     parked_bytes: int = 0
@@ -179,6 +182,7 @@ class Chain:
             order=parts[0].order,
             calls=1,
             forward_seconds=sum(part.forward_seconds for part in parts),
+            again_seconds=self.again_seconds(first, end),
             saved=Amount(fresh=sum(self.own_bytes(at) for at in range(first, end)), all=sum(saved.values())),
             inputs=inputs,
             parked_bytes=parts[0].parked_bytes,
@@ -187,6 +191,15 @@ class Chain:
             live_gradient_bytes=max(most) - backward_bytes if len(most) == len(parts) else None,
             is_repeatable=links[0].intact_until >= end and all(part.is_repeatable for part in parts),
         )
+
+    def again_seconds(self, first: int, end: int) -> float | None:
+        """Time of consecutive calls until the last tensor is saved. None if that is unknown."""
+        parts = [link.figures for link in self.links[first:end]]
+        while parts:
+            last = parts.pop()
+            if last.again_seconds is not None:
+                return sum(part.forward_seconds for part in parts) + last.again_seconds
+        return None
 
     def own_bytes(self, at: int) -> int:
         """What a call saves, without what the next one takes and saves, and with what it takes so itself."""

@@ -93,6 +93,7 @@ class _Form:
             order=numbers[-called] if called else 0,
             calls=called,
             forward_seconds=sum(call.seconds[0] for call in own),
+            again_seconds=own[0].again if len(own) == 1 else None,
             saved=amount((call.fresh for call in own), (call.saved for call in own)),
             inputs=amount(
                 (calls[number].fresh_inputs for number in numbers), (calls[number].inputs for number in numbers)

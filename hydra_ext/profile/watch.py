@@ -158,7 +158,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.born(out)
             seconds, taken = self._cost(func, args, kwargs, out)
             self.timeline.pass_by(part, taken)
-            self.log.calls[part.call].seconds[part.is_backward] += seconds
+            self.log.spend(seconds)
         return out
 
     def begin_backward(self) -> None:
@@ -201,6 +201,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- saved tensors ----------------------------------------------------------------------------------------------
     def pack(self, tensor: Tensor) -> Any:
         """Notes a tensor that is saved for backward, and lets go of its storage."""
+        if not self.log.part.is_backward:
+            self.log.saves()
         key = None if self.log.part.is_backward else self._key(tensor)
         if key is None:
             return self._asleep(tensor.detach)

@@ -52,6 +52,7 @@ def test_a_group_has_the_figures_of_a_module_around_it(first: int, end: int) -> 
         assert getattr(group, figure) == getattr(whole, figure), figure
     assert (group.saved.all, group.inputs.all) == (whole.saved.all, whole.inputs.all)
     assert group.forward_seconds == pytest.approx(whole.forward_seconds)
+    assert group.again_seconds == pytest.approx(whole.again_seconds)
 
 
 def test_what_is_handed_on_is_the_next_group_s_and_nothing_counts_twice() -> None:

@@ -48,7 +48,7 @@ def transformer() -> tuple[nn.Module, Any, Callable[[Any], Any]]:
 
 def without_seconds(profile: Profile) -> Profile:
     def timeless(figures: ModuleFigures) -> ModuleFigures:
-        return dataclasses.replace(figures, forward_seconds=0.0)
+        return dataclasses.replace(figures, forward_seconds=0.0, again_seconds=None)
 
     return dataclasses.replace(
         profile,

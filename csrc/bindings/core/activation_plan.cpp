@@ -32,7 +32,7 @@ ActivationSegment make_segment(double forward_seconds, double backward_seconds, 
                                Bytes backward_bytes, Bytes live_gradient_bytes, Bytes weight_bytes, Bytes slot_bytes,
                                Bytes gradient_bytes, RecomputeScope recompute, std::optional<Bytes> stream_bytes,
                                double coding_seconds, const std::optional<std::vector<ActivationOption>>& options,
-                               std::optional<std::pair<Bytes, double>> nested) {
+                               std::optional<std::pair<Bytes, double>> second) {
   ActivationSegment segment = {
       .forward_seconds = forward_seconds,
       .backward_seconds = backward_seconds,
@@ -47,8 +47,8 @@ ActivationSegment make_segment(double forward_seconds, double backward_seconds, 
       .coding = stream_bytes ? std::optional(SegmentCoding{*stream_bytes, coding_seconds}) : std::nullopt,
       .freedom = {recompute, {}, {}},
   };
-  if (nested) {
-    segment.freedom.nested = NestedForward{nested->first, nested->second};
+  if (second) {
+    segment.freedom.second = SecondForward{second->first, second->second};
   }
   if (options) {
     segment.freedom.refused.set();
@@ -105,7 +105,7 @@ void bind_activation_plan(py::module_& module) {
            py::arg("parked_bytes"), py::arg("forward_bytes"), py::arg("backward_bytes"), py::arg("live_gradient_bytes"),
            py::arg("weight_bytes"), py::arg("slot_bytes"), py::arg("gradient_bytes"),
            py::arg_v("recompute", RecomputeScope::kNever, "RecomputeScope.NEVER"), py::arg("stream_bytes") = py::none(),
-           py::arg("coding_seconds") = 0.0, py::arg("options") = py::none(), py::arg("nested") = py::none());
+           py::arg("coding_seconds") = 0.0, py::arg("options") = py::none(), py::arg("second") = py::none());
   py::class_<ActivationPlan>(module, "ActivationPlan")
       .def_readonly("cut", &ActivationPlan::cut)
       .def_property_readonly("options", [](const ActivationPlan& plan) { return plan.treatment.options; })

@@ -80,9 +80,9 @@ def _segments(problem: StepProblem, found: _C.ActivationPlan) -> tuple[PlannedSe
         moved = moved_of(segment, option)
         coded = coding.seconds if coding is not None and option == _C.ActivationOption.COMPRESS else 0.0
         nested = segment.freedom.nested if again else None
-        second = forward if nested is None else nested.seconds / setting.slowness
+        second = segment.again_seconds / setting.slowness
         choice = option.name.lower().replace("_", ", inputs ")
-        why = _why(figures.saved.fresh, moved, forward, setting.to_device, again=again)
+        why = _why(figures.saved.fresh, moved, second, setting.to_device, again=again)
         kept = {
             _C.ActivationOption.KEEP: figures.saved.all,
             _C.ActivationOption.RECOMPUTE: figures.inputs.all,
@@ -101,10 +101,10 @@ def _segments(problem: StepProblem, found: _C.ActivationPlan) -> tuple[PlannedSe
     return tuple(planned)
 
 
-def _why(saved: int, moved: int, forward: float, link: float, *, again: bool) -> str:
+def _why(saved: int, moved: int, second: float, link: float, *, again: bool) -> str:
     moving = 2 * (saved if again or not moved else moved) / link
     if again:
-        return f"{_milliseconds(forward)} to compute again, {_milliseconds(moving)} to move"
+        return f"{_milliseconds(second)} to compute again, {_milliseconds(moving)} to move"
     if moved:
         return f"{_milliseconds(moving)} to move, both ways"
     return "there is room" if saved else "saves nothing"

@@ -75,8 +75,7 @@ def _points(segments: Sequence[Segment], found: Treatment, buffer_bytes: int, wa
             in_use, gradients = segment.figures.backward_bytes, segment.live_gradient_bytes
             gradients = max(gradients, segment.gradient_bytes) if size > 1 else gradients
             if option in _AGAIN:
-                saved, nested = segment.figures.saved, segment.freedom.nested
-                again = max(saved.fresh, saved.all) if nested is None else nested.nbytes
+                again = segment.again_bytes
                 in_use = max(segment.figures.forward_bytes, in_use) + again
         yield MemoryPoint(
             segment=segment.name or "(the model)",
