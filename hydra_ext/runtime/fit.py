@@ -24,6 +24,7 @@ from hydra_ext.activations.groups import Span
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.placement.spilling import Spilling
+from hydra_ext.runtime.plan_trials import PlanTrials, StepSeconds
 from hydra_ext.runtime.rounds.choice import Decision
 from hydra_ext.tracing import nothing_traced
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
 _MOST_FAILURES = 3  # in one step, before the frugal way
-_TIMED = 3  # steps by a plan, before it is compared
 _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
 _REPLANS = 3  # because a forecast was far off
 _LOOK_AGAIN = 20  # frugal steps after which a microbatch is measured anew: others may have come
@@ -72,57 +72,6 @@ class StepKind:
 
 
 _LOOP = StepKind(1, 1, recompute=False)  # a loop of the user
-
-
-class Trials:
-    """The plans for steps of one kind, and their times.
-
-    Of a plan's steps the first is slower than those that follow and not counted. The shortest of the next ones is the
-    plan's time: what else the machine does makes a step longer and never shorter.
-
-    Attributes:
-        planned: The step as it runs now.
-        candidates: Other plans, to be timed.
-        seconds: Of the shortest step by each plan so far.
-        replans: Number of times that a forecast was far off.
-    """
-
-    def __init__(self, plans: list[PlannedStep]) -> None:
-        self.planned, *self.candidates = plans
-        self.seconds: dict[PlannedStep, float] = {}
-        self.replans = 0
-        self._is_cold = True
-        self._left = _TIMED  # steps by the present plan, before another is timed or the fastest is taken
-
-    def note(self, seconds: float) -> bool:
-        """Notes a step's time. Returns whether all plans have been timed now: the fastest is taken."""
-        if self._is_cold:
-            self._is_cold = False
-            return False
-        self.seconds[self.planned] = min(seconds, self.seconds.get(self.planned, seconds))
-        if self._left == 0:
-            return False
-        self._left -= 1
-        if self._left > 0 or self._take_candidate():
-            return False
-        self._take(min(self.seconds, key=self.seconds.__getitem__))
-        return True
-
-    def try_also(self, plans: list[PlannedStep]) -> None:
-        """Has those timed that were not."""
-        self.candidates = [plan for plan in plans if plan not in self.seconds]
-        self._take_candidate()
-
-    def _take_candidate(self) -> bool:
-        if not self.candidates:
-            return False
-        self._take(self.candidates.pop(0))
-        self._left = _TIMED
-        return True
-
-    def _take(self, planned: PlannedStep) -> None:
-        self._is_cold = planned is not self.planned
-        self.planned = planned
 
 
 @dataclass
@@ -164,8 +113,8 @@ class Fit:
         self._rung = Rung.MEASURED if owner.device.type == "cuda" else Rung.GIVEN
         self._setbacks = Setbacks()
         self._kind = _LOOP
-        self._trials: dict[StepKind, Trials] = {}
-        self._began: float | None = None
+        self._trials: dict[StepKind, PlanTrials] = {}
+        self._began: StepSeconds | None = None  # by the clocks
         # An adaptive bound is not known before a backward, so a first microbatch says nothing of streams.
         self._warms_up = saving.given.may_compress and saving.learns
         self.applied: PlannedStep | None = None
@@ -186,7 +135,7 @@ class Fit:
         planned = self.applied
         if planned is None:
             return None
-        times = [trials.seconds[planned] for trials in self._trials.values() if planned in trials.seconds]
+        times = [trials.seconds[planned].seconds for trials in self._trials.values() if planned in trials.seconds]
         return answer(
             planned.problem,
             self._owner.budget,
@@ -205,7 +154,7 @@ class Fit:
             if self._setbacks.failures or self._setbacks.frugal_steps >= _LOOK_AGAIN:
                 self._rung = Rung.MEASURED
         self._setbacks.failures = 0
-        self._began = time.perf_counter() if self._rung is Rung.PLANNED else None
+        self._began = self._now() if self._rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
@@ -257,12 +206,16 @@ class Fit:
         trials = self._trials.get(self._kind)
         if self._began is None or trials is None:
             return
-        if trials.note(time.perf_counter() - self._began) and trials.replans < _REPLANS:
+        if trials.note(self._now().since(self._began)) and trials.replans < _REPLANS:
             slowness = trials.planned.slowness(trials.seconds[trials.planned])
             if slowness is not None:
                 trials.replans += 1
                 self.planner.slowness *= slowness
                 trials.try_also(self._plans())
+
+    def _now(self) -> StepSeconds:
+        on_gpu = self._owner.device.type == "cuda"
+        return StepSeconds(time.perf_counter(), None if on_gpu else time.thread_time())
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 
@@ -341,12 +294,12 @@ class Fit:
 
     # ---- plans ------------------------------------------------------------------------------------------------------
 
-    def _trials_now(self) -> Trials | None:
+    def _trials_now(self) -> PlanTrials | None:
         """The plans for the present kind of step; None if none fits."""
         if self._kind not in self._trials:
             plans = self._plans()
             if plans:
-                self._trials[self._kind] = Trials(plans)
+                self._trials[self._kind] = PlanTrials(plans)
         return self._trials.get(self._kind)
 
     def _plans(self) -> list[PlannedStep]:

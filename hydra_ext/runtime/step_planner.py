@@ -23,6 +23,7 @@ from hydra_ext.profile.figures import BlockFigures
 from hydra_ext.runtime.fit import STRICT, FitOwner
 from hydra_ext.runtime.placement.residents import buffer_bytes
 from hydra_ext.runtime.placement.spilling import Spilling
+from hydra_ext.runtime.plan_trials import StepSeconds
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _SHARE = 0.97  # of the budget that a plan may take
 _CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in pieces
 _TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
 _OFF = 0.3  # a step that differs by more from its forecast is planned again
+_COMPUTE_OFF = 0.1  # so is one whose compute does, where that is known
 _LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
 _CODED_NUMBERS = 2**18  # that are compressed to find the codec's speed
 _CODING_TRIALS = 3
@@ -94,13 +96,20 @@ class PlannedStep:
         names = [name for name, option in options if option == _C.ActivationOption.COMPRESS]
         return [member for name in names for member in self.problem.profile.members(name)]
 
-    def slowness(self, seconds: float) -> float | None:
-        """Measured seconds of compute over those foreseen, if the forecast was far off; None if it was not."""
-        ratio = seconds / self.seconds if self.seconds > 0 else 1.0
-        if abs(math.log(ratio)) <= math.log(1 + _OFF):
+    def slowness(self, took: StepSeconds) -> float | None:
+        """Measured seconds of compute over those foreseen, if the forecast was far off; None if it was not.
+
+        The microbatch that was measured was the first one, which also takes what is done once: memory is touched for
+        the first time, kernels are chosen.
+        """
+        foreseen, computed = self.found.compute_seconds, took.computed
+        if computed is None:
+            if not _differs(took.seconds, self.seconds, _OFF):
+                return None
+            computed = took.seconds - (self.seconds - foreseen)
+        elif not _differs(computed, foreseen, _COMPUTE_OFF):
             return None
-        compute = self.found.compute_seconds
-        return min(max((seconds - (self.seconds - compute)) / max(compute, 1e-9), 0.5), 2.0)
+        return min(max(computed / max(foreseen, 1e-9), 0.5), 2.0)
 
     def _treatment(self) -> tuple[object, ...]:
         return self.names, tuple(self.options), tuple(self.pieces), self.round_size, self.room
@@ -110,6 +119,10 @@ class PlannedStep:
 
     def __hash__(self) -> int:
         return hash(self._treatment())
+
+
+def _differs(measured: float, foreseen: float, share: float) -> bool:
+    return foreseen > 0 and abs(math.log(max(measured, 1e-9) / foreseen)) > math.log(1 + share)
 
 
 class StepPlanner:

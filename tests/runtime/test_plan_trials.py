@@ -1,28 +1,39 @@
-"""Plans that forecasts cannot tell apart are timed: which one stays, after how many steps."""
+"""Plans that forecasts cannot tell apart are timed: which one stays, after how many steps. Forecasts are corrected."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import pytest
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_ext.runtime.fit import Trials
+import hydra_ext
+from hydra_ext import SimulatedDevice
+from hydra_ext.runtime.plan_trials import PlanTrials, StepSeconds
+from support.runtime.fitted import optimizer_of
+from support.runtime.layered import WIDTH, Layered, data, loss_of
 
 FAST, SLOW, OTHER = "fast", "slow", "other"  # in place of plans, of which only identity matters
 
 
-def trials_of(*plans: str) -> Trials:
-    return Trials(cast("list[Any]", [*plans]))
+def trials_of(*plans: str) -> PlanTrials:
+    return PlanTrials(cast("list[Any]", [*plans]))
 
 
-def run(trials: Trials, seconds: dict[str, list[float]]) -> list[object]:
+def run(trials: PlanTrials, seconds: dict[str, list[float]]) -> list[object]:
     """Makes steps until a plan's seconds are spent, which are in the order of its steps. Returns what they ran by."""
     ran: list[object] = []
     left = {plan: [*each] for plan, each in seconds.items()}
     while left[cast("str", trials.planned)]:
         ran.append(trials.planned)
-        trials.note(left[cast("str", trials.planned)].pop(0))
+        trials.note(StepSeconds(left[cast("str", trials.planned)].pop(0)))
     return ran
+
+
+def taken(trials: PlanTrials) -> dict[object, float]:
+    return {plan: took.seconds for plan, took in trials.seconds.items()}
 
 
 @pytest.mark.parametrize("plans", [(FAST, SLOW), (SLOW, FAST)])
@@ -31,25 +42,89 @@ def test_a_step_that_something_else_made_longer_does_not_decide(plans: tuple[str
     ran = run(trials, {FAST: [9, 5, 5, 1, 5, 5], SLOW: [9, 2, 2, 2, 2, 2]})
     assert ran[:8] == [plan for plan in plans for _ in range(4)]
     assert set(ran[8:]) == {FAST}
-    assert trials.seconds == {FAST: 1, SLOW: 2}
+    assert taken(trials) == {FAST: 1, SLOW: 2}
 
 
 def test_the_first_step_by_a_plan_does_not_count() -> None:
     trials = trials_of(FAST, SLOW)
     run(trials, {FAST: [0.1, 3, 3, 3, 3], SLOW: [0.2, 4, 4, 4]})
-    assert trials.seconds == {FAST: 3, SLOW: 4}
+    assert taken(trials) == {FAST: 3, SLOW: 4}
 
 
 def test_one_note_says_that_all_are_timed() -> None:
     trials = trials_of(FAST, SLOW)
-    assert [trials.note(1) for _ in range(12)] == [False] * 7 + [True] + [False] * 4
+    assert [trials.note(StepSeconds(1)) for _ in range(12)] == [False] * 7 + [True] + [False] * 4
 
 
 def test_others_that_are_found_later_are_timed_and_the_fastest_of_all_stays() -> None:
     trials = trials_of(SLOW)
-    assert [trials.note(2) for _ in range(4)] == [False, False, False, True]
+    assert [trials.note(StepSeconds(2)) for _ in range(4)] == [False, False, False, True]
     trials.try_also(cast("list[Any]", [SLOW, OTHER, FAST]))
     ran = run(trials, {OTHER: [3] * 4, FAST: [1] * 9, SLOW: [2] * 9})
     assert ran == [OTHER] * 4 + [FAST] * 9
     trials.try_also(cast("list[Any]", [SLOW, OTHER, FAST]))
     assert trials.planned is FAST
+
+
+class Equal:
+    """Plans that are equal, and not the same."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_an_equal_plan_with_a_newer_forecast_takes_the_place_of_the_old_one() -> None:
+    old, new = Equal(), Equal()
+    trials = PlanTrials(cast("list[Any]", [old]))
+    assert [trials.note(StepSeconds(2, 1)) for _ in range(4)] == [False, False, False, True]
+    trials.try_also(cast("list[Any]", [new]))
+    assert trials.planned is new
+    assert len(trials.seconds) == 1
+    assert next(iter(trials.seconds)) is new
+    assert trials.seconds[trials.planned] == StepSeconds(2, 1)
+    assert not trials.note(StepSeconds(3, 0.5))  # it is not timed again
+    assert trials.seconds[trials.planned] == StepSeconds(2, 0.5)
+
+
+# ---- forecasts ------------------------------------------------------------------------------------------------------
+class Ticks(TorchDispatchMode):
+    """A clock that goes on with each operator."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.now = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.now += self.rate
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forecast_is_corrected_where_the_first_microbatch_took_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Layered(
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)
+    )
+    microbatches = data(4)
+
+    def fn(x: Tensor) -> Tensor:
+        clock.rate = 1.0 if clock.now else 1.3
+        return loss_of(model, x)
+
+    with (
+        Ticks(0.0) as clock,
+        hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run,
+    ):
+        monkeypatch.setattr(time, "thread_time", lambda: clock.now)
+        foreseen, took = [], []
+        for _ in range(10):  # some to time two plans
+            begin = clock.now
+            run.step(microbatches, fn)
+            took.append(clock.now - begin)
+            foreseen.append(run.plan().lanes["compute"])
+    assert foreseen[0] > 1.2 * took[-1]
+    assert foreseen[-1] == pytest.approx(took[-1], rel=0.1)
