@@ -138,6 +138,11 @@ void Passes::arrive(std::int32_t index) {
   }
 }
 
+void Passes::forget_activations() {
+  const Lock lock = table_.lock();
+  trace_.forget_activations();
+}
+
 std::vector<std::pair<std::int32_t, Bytes>> Passes::recorded(PassKind kind) const {
   const Lock lock = table_.lock();
   return trace_.recorded(kind);

@@ -46,6 +46,8 @@ class Passes {
   /// pass ran to its end without an error.
   void end(bool completed) noexcept;
 
+  /// See Trace::forget_activations().
+  void forget_activations();
   /// See Trace::recorded().
   std::vector<std::pair<std::int32_t, Bytes>> recorded(PassKind kind) const;
 

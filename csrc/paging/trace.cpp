@@ -1,7 +1,5 @@
 #include "csrc/paging/trace.h"
 
-#include <algorithm>
-
 namespace hydra {
 
 void Trace::begin(PassKind kind, int version) {
@@ -14,7 +12,7 @@ void Trace::begin(PassKind kind, int version) {
   prologue_peak_ = 0;
   next_ = 0;
   const auto known = recorded_.find(pass_);
-  following_ = known != recorded_.end() && !known->second.empty();
+  following_ = known != recorded_.end() && !known->second.entries.empty();
 }
 
 void Trace::arrive(std::int32_t block, Bytes activation_peak) {
@@ -24,13 +22,13 @@ void Trace::arrive(std::int32_t block, Bytes activation_peak) {
   if (current_.empty()) {
     prologue_peak_ = activation_peak;
   } else {
-    current_.back().activations = activation_peak;
+    current_.back().lately = activation_peak;
   }
-  current_.push_back({block, 0});
+  current_.push_back({.block = block});
   if (!following_) {
     return;
   }
-  const Entries& expected = recorded_[pass_];
+  const Entries& expected = recorded_[pass_].entries;
   const auto from = expected.begin() + static_cast<std::ptrdiff_t>(next_);
   const auto found = std::find_if(from, expected.end(), [&](const Entry& entry) { return entry.block == block; });
   following_ = found != expected.end();
@@ -50,30 +48,42 @@ void Trace::end(Bytes activation_peak, bool completed) {
   if (!completed || current_.empty()) {
     return;
   }
-  current_.back().activations = activation_peak;
-  current_.front().activations = std::max(current_.front().activations, prologue_peak_);
-  Entries& recorded = recorded_[pass_];
-  const bool same = recorded.size() == current_.size() &&
-                    std::equal(recorded.begin(), recorded.end(), current_.begin(),
-                               [](const Entry& a, const Entry& b) { return a.block == b.block; });
-  if (same) {
-    for (std::size_t i = 0; i < recorded.size(); ++i) {
-      recorded[i].activations = std::max(recorded[i].activations, current_[i].activations);
-    }
+  current_.back().lately = activation_peak;
+  current_.front().lately = std::max(current_.front().lately, prologue_peak_);
+  Record& record = recorded_[pass_];
+  Entries& entries = record.entries;
+  const bool same = std::ranges::equal(entries, current_, {}, &Entry::block, &Entry::block);
+  if (!same) {
+    order_changes_ += entries.empty() ? 0 : 1;
+    record = {.entries = std::move(current_)};
+    current_ = {};
     return;
   }
-  if (!recorded.empty()) {
-    ++order_changes_;
+  --record.left;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    entries[i].lately = std::max(entries[i].lately, current_[i].lately);
+    if (record.left == 0) {
+      entries[i].before = std::exchange(entries[i].lately, 0);
+    }
   }
-  recorded = std::move(current_);
-  current_ = {};
+  record.left = record.left == 0 ? kWindow : record.left;
+}
+
+void Trace::forget_activations() {
+  for (auto& [pass, record] : recorded_) {
+    for (Entry& entry : record.entries) {
+      entry.before = entry.activations();
+      entry.lately = 0;
+    }
+    record.left = 1;
+  }
 }
 
 std::vector<std::pair<std::int32_t, Bytes>> Trace::recorded(PassKind kind) const {
   std::vector<std::pair<std::int32_t, Bytes>> entries;
   if (const auto known = recorded_.find({kind, 0}); known != recorded_.end()) {
-    for (const Entry& entry : known->second) {
-      entries.emplace_back(entry.block, entry.activations);
+    for (const Entry& entry : known->second.entries) {
+      entries.emplace_back(entry.block, entry.activations());
     }
   }
   return entries;
@@ -86,9 +96,9 @@ std::vector<Use> Trace::future(Bytes limit, Bytes gradient_reserve, std::size_t 
   }
   const auto append = [&](const Pass& pass, std::size_t from, bool loadable) {
     const Bytes room = pass.first == PassKind::kBackward ? limit - gradient_reserve : limit;
-    const Entries& entries = recorded_.at(pass);
+    const Entries& entries = recorded_.at(pass).entries;
     for (std::size_t i = from; i < entries.size(); ++i) {
-      uses.push_back({entries[i].block, room - entries[i].activations, loadable});
+      uses.push_back({entries[i].block, room - entries[i].activations(), loadable});
     }
   };
   append(pass_, next_ == 0 ? 0 : next_ - 1, true);

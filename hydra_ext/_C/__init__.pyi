@@ -1409,6 +1409,10 @@ class Pager:
     """
     Which block is in which slot.
     """
+    def forget_activations(self) -> None:
+        """
+        What activations took so far is no measure of what they will take from now on.
+        """
     def recorded(self, kind: PassKind) -> list[tuple[int, int]]:
         """
         What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.

@@ -206,12 +206,11 @@ class Fit:
         trials = self._trials.get(self._kind)
         if self._began is None or trials is None:
             return
-        if trials.note(self._now().since(self._began)) and trials.replans < _REPLANS:
-            slowness = trials.planned.slowness(trials.seconds[trials.planned])
-            if slowness is not None:
-                trials.replans += 1
-                self.planner.slowness *= slowness
-                trials.try_also(self._plans())
+        if not trials.note(self._now().since(self._began)) or trials.replans == _REPLANS:
+            return
+        if self.planner.learn(trials.planned, trials.seconds[trials.planned]):
+            trials.replans += 1
+            trials.try_also(self._plans())
 
     def _now(self) -> StepSeconds:
         on_gpu = self._owner.device.type == "cuda"
@@ -254,6 +253,7 @@ class Fit:
     def _measure(self) -> None:
         self._rung = Rung.MEASURED
         self._setbacks.frugal_steps = 0
+        self._owner.core.pager.forget_activations()  # what is recorded has to be this microbatch's
         self._saving.given.set_aside(compress=True)
         self._saving.measure(self.planner.measure())
 
@@ -273,6 +273,7 @@ class Fit:
         self._saving.leaves_all_on_device = keeps_all
         if planned is self.applied:
             return
+        self._owner.core.pager.forget_activations()
         modules = dict(self._owner.model.named_modules())
         self._saving.given.follow([modules[name] for name in planned.compressed if name in modules])
         given = self._saving.given.policies

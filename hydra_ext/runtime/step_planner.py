@@ -45,13 +45,21 @@ class PlannedStep:
     Attributes:
         problem: What the planner was asked.
         found: Its answer.
-        room: Device bytes of saved tensors that may stay: those that the plan keeps, and those on their way. The stash
-            keeps the newest ones, whatever the plan has kept: they are read first.
+        budget: Of the run, in bytes.
     """
 
     problem: StepProblem
     found: _C.ActivationPlan
-    room: int
+    budget: int
+
+    @property
+    def room(self) -> int:
+        """Device bytes of saved tensors that may stay: those that the plan keeps, and those on their way.
+
+        The stash keeps the newest ones, whatever the plan has kept: they are read first.
+        """
+        room = self.found.stash_bytes + self.found.round_size * self.problem.kept_bytes(self.found)
+        return self.budget if self.keeps_all else max(STRICT, room)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,7 +82,11 @@ class PlannedStep:
 
     @property
     def keeps_all(self) -> bool:
-        return all(option == _C.ActivationOption.KEEP for option in self.options)
+        segments = self.problem.segments[self.found.cut]
+        return all(
+            option == _C.ActivationOption.KEEP or segment.figures.saved.fresh == 0
+            for segment, option in zip(segments, self.options, strict=True)
+        )
 
     @property
     def recomputed(self) -> list[str]:
@@ -97,7 +109,7 @@ class PlannedStep:
         return [member for name in names for member in self.problem.profile.members(name)]
 
     def slowness(self, took: StepSeconds) -> float | None:
-        """Measured seconds of compute over those foreseen, if the forecast was far off; None if it was not.
+        """Measured seconds of compute for each one of the profile, if the forecast was far off; None if it was not.
 
         The microbatch that was measured was the first one, which also takes what is done once: memory is touched for
         the first time, kernels are chosen.
@@ -109,10 +121,11 @@ class PlannedStep:
             computed = took.seconds - (self.seconds - foreseen)
         elif not _differs(computed, foreseen, _COMPUTE_OFF):
             return None
-        return min(max(computed / max(foreseen, 1e-9), 0.5), 2.0)
+        return self.problem.setting.slowness * min(max(computed / max(foreseen, 1e-9), 0.5), 2.0)
 
     def _treatment(self) -> tuple[object, ...]:
-        return self.names, tuple(self.options), tuple(self.pieces), self.round_size, self.room
+        """All that a step follows: the stash has a room, and does not know which segments are to stay."""
+        return tuple(self.recomputed), tuple(self.compressed), tuple(self.pieces), self.round_size, self.room
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlannedStep) and self._treatment() == other._treatment()
@@ -135,7 +148,6 @@ class StepPlanner:
     Attributes:
         profile: What one microbatch cost; None before it was measured.
         profiler: What measures one now; None if nothing does.
-        slowness: Seconds of compute for each one of the profile.
     """
 
     def __init__(self, owner: FitOwner, saving: Saving, spilling: Spilling | None) -> None:
@@ -148,7 +160,7 @@ class StepPlanner:
         self._lanes = [_LaneSpeed()] * 3  # to the device, to the host, and the disk's
         self.profile: Profile | None = None
         self.profiler: Profiler | None = None
-        self.slowness = 1.0
+        self._slowness = 1.0  # seconds of compute for each one of the profile
 
     def measure(self) -> Profiler:
         """Begins to measure a microbatch. :meth:`settle` ends it."""
@@ -175,6 +187,14 @@ class StepPlanner:
         is_alike = before is not None and before.modules[""].saved == self.profile.modules[""].saved
         self._share *= _TIGHTER if tighten and is_alike else 1.0
 
+    def learn(self, planned: PlannedStep, took: StepSeconds) -> bool:
+        """Corrects forecasts by what a planned step took. Returns whether they were far off."""
+        slowness = planned.slowness(took)
+        if slowness is None or not _differs(slowness, self._slowness, _COMPUTE_OFF):
+            return False
+        self._slowness = slowness
+        return True
+
     def _figures_of(self, block: Block) -> BlockFigures:
         faces = [self._owner.face_of(parameter) for _, parameter in block.parameters]
         sizes = [0 if face is None else face.nbytes for face in faces]
@@ -197,7 +217,7 @@ class StepPlanner:
             buffer_bytes=buffer_bytes(self._owner.model),
             round_sizes=tuple(round_sizes),
             recompute=recompute,
-            slowness=self.slowness,
+            slowness=self._slowness,
         )
         wishes = Wishes(given=self._saving.given.policies, coding_of=self._coding.of)
         problem = StepProblem(self.profile, setting, self._homes(disk), wishes=wishes)
@@ -206,9 +226,7 @@ class StepPlanner:
         except PlanError as error:
             logger.info("no plan for a step's activations: %s", error)
             return None
-        keeps_all = all(option == _C.ActivationOption.KEEP for option in found.options)
-        room = found.stash_bytes + found.round_size * problem.kept_bytes(found)
-        return PlannedStep(problem, found, self._budget if keeps_all else max(STRICT, room))
+        return PlannedStep(problem, found, self._budget)
 
     def _homes(self, disk: float) -> Homes | None:
         """What the host holds beside saved tensors, under a host budget."""

@@ -40,6 +40,9 @@ void bind_model(py::module_& module) {
       .def_property_readonly("foreign_bytes", &ModelBlocks::foreign_bytes);
   py::class_<Pager>(module, "Pager", "Which block is in which slot.")
       .def(
+          "forget_activations", [](Pager& pager) { pager.passes().forget_activations(); }, gil_released,
+          "What activations took so far is no measure of what they will take from now on.")
+      .def(
           "recorded", [](Pager& pager, PassKind kind) { return pager.passes().recorded(kind); }, py::arg("kind"),
           gil_released,
           "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")

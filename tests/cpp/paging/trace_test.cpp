@@ -118,6 +118,38 @@ TEST(Trace, RemembersTheLargestActivationsOfEqualPasses) {
   EXPECT_EQ(trace.future(kLimit, 0, 1).at(0).room, 60);
 }
 
+Bytes room_of_the_only_block(Trace& trace) {
+  trace.begin(PassKind::kForward);
+  trace.arrive(0, 0);
+  const Bytes room = trace.future(kLimit, 0, 1).at(0).room;
+  trace.end(0, /*completed=*/false);
+  return room;
+}
+
+TEST(Trace, ForgetsLargeActivationsAfterManySmallerOnes) {
+  Trace trace;
+  run_pass(trace, PassKind::kForward, {{0, 40}});
+  int passes = 0;
+  while (room_of_the_only_block(trace) == 60) {
+    ASSERT_LE(++passes, 32);
+    run_pass(trace, PassKind::kForward, {{0, 10}});
+  }
+  EXPECT_EQ(room_of_the_only_block(trace), 90);
+  EXPECT_GE(passes, 16);
+}
+
+TEST(Trace, ForgetsLargeActivationsAfterOnePassIfAsked) {
+  Trace trace;
+  run_pass(trace, PassKind::kForward, {{0, 40}});
+  trace.forget_activations();
+  EXPECT_EQ(room_of_the_only_block(trace), 60) << "the best figure until another pass has ended";
+  run_pass(trace, PassKind::kForward, {{0, 10}});
+  EXPECT_EQ(room_of_the_only_block(trace), 90);
+  run_pass(trace, PassKind::kForward, {{0, 20}});
+  run_pass(trace, PassKind::kForward, {{0, 5}});
+  EXPECT_EQ(room_of_the_only_block(trace), 80) << "those after it count again";
+}
+
 TEST(Trace, RemembersTheOrderOfEachVersionByItself) {
   Trace trace;
   for (int round = 0; round < 2; ++round) {
