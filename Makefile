@@ -39,6 +39,8 @@ SRC      := $(shell find csrc CMakeLists.txt pyproject.toml -type f)
 CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
 PARALLEL := -n $(WORKERS) --dist worksteal
+# A few cases of each test that has many, and fewer examples: `test-full` runs all of them.
+SAMPLE   := --sample
 # Tests of every part of the package that take seconds.
 FAST     := test_architecture.py test_blocks.py test_cpp_source.py test_guard.py test_import.py test_make.py test_wheels.py \
             checkpoint/test_values.py cli/test_schedule.py codec construction/test_refusals.py heads/test_unmade.py optim/test_rules.py \
@@ -107,16 +109,16 @@ demo: $(BUILD)/.built ## build, then run the demonstration on this machine
 	cd / && $(PYTHON) -W ignore -m hydra_ext demo --picture $(CURDIR)/memory.png
 
 test: export HYDRA_WERROR = ON
-test: lint pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all checks that need no GPU: the parts below, C++ tests under sanitizers
+test: lint pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all parts that need no GPU, as CI: a sample of the Python tests, C++ tests under sanitizers
 	@$(if $(NVCC),,echo "this machine has no nvcc: the CUDA sources were not compiled")
 
 check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: lint and fast tests of every part, under 2 minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
-pytest: $(BUILD)/.built $(VENV)/.deps-test ## the Python tests, WORKERS=2 at a time
-	$(PYTEST) $(PARALLEL) .
+pytest: $(BUILD)/.built $(VENV)/.deps-test ## a sample of the Python tests, WORKERS=2 at a time; SAMPLE= runs every case, but the long ones
+	$(PYTEST) $(PARALLEL) $(SAMPLE) .
 
-test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## the long tests too, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
+test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## every case of every test that needs no GPU, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
 

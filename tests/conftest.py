@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
-from support import leftovers
+from support import leftovers, sampling
 from support.checkpoint import small_disks
 
 
@@ -51,12 +52,21 @@ def _nothing_left() -> Iterator[None]:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
 
 
+# Of tests that do not say how many examples they need.
+settings.register_profile("whole", settings(), max_examples=300)
+settings.register_profile("sampled", settings(), max_examples=50)
+
 # Markers of tests that a machine may be unable to run, and whether this one is able.
 _WHERE_POSSIBLE = {"mounts": small_disks.allowed, "googletest_sources": Path("/usr/src/googletest").is_dir}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", action="store_true", help="run a few cases only of each test that has many")
     parser.addoption("--shard", metavar="I/N", help="run only the I-th of N parts of what was chosen (from 1)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("sampled" if config.getoption("--sample") else "whole")
 
 
 @pytest.hookimpl(trylast=True)
@@ -66,15 +76,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marked and marker not in config.getoption("-m") and not is_possible():
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
+    if config.getoption("--sample"):
+        _keep(sampling.sampled(items), config, items)
     shard = config.getoption("--shard")
     if shard is None:
         return
     index, count = _parse_shard(shard)
     # Every N-th, so that the many cases of one slow test are spread over the parts.
-    kept = items[index - 1 :: count]
-    chosen = set(map(id, kept))
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
-    items[:] = kept
+    _keep(items[index - 1 :: count], config, items)
+
+
+def _keep(chosen: list[pytest.Item], config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,8 @@ from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import UnsupportedModel
 from support.models.zoo import FAMILIES
 
+pytestmark = pytest.mark.every_case
+
 
 def names(layout: Layout) -> list[str]:
     return [block.name for block in layout.blocks]

@@ -11,6 +11,8 @@ import pytest
 from hydra_ext import errors
 from hydra_ext.errors import HydraError
 
+pytestmark = pytest.mark.every_case
+
 VALUES: dict[str, Any] = {
     "Mapping": {"one": 1},
     "int": 7,

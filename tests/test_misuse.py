@@ -29,6 +29,7 @@ from support.windows.window_subjects import language_loss, tiny_gpt2
 # ---- budgets --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "budget",
     ["", "8 GiBs", "lots", "-1GiB", "1e9", "GiB", "0", "0.1", 0, -5, 1.5, None, True, [], 2**63, 10**30, "9" * 400],
@@ -38,6 +39,7 @@ def test_a_budget_that_is_no_size_is_refused(budget: Any) -> None:
         hydra_ext.offload(nn.Linear(4, 4), budget=budget)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("budget", ["8GiB", "512 MiB", " 1.5gb ", "123456789", 2**30, 2**63 - 1])
 def test_a_budget_that_is_a_size_is_taken(budget: Any) -> None:
     with hydra_ext.offload(nn.Linear(4, 4), budget=budget) as run:
@@ -120,6 +122,7 @@ def test_training_goes_on_equal_in_a_new_context_after_running_out_of_memory() -
 # ---- other arguments ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -155,6 +158,7 @@ def test_blocks_may_be_a_list_of_modules_that_is_a_module() -> None:
         assert [block.name for block in run.layout.blocks] == ["0.0", "0.1", "1"]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name",
     ["to_device_bytes_per_second", "to_host_bytes_per_second", "latency_seconds", "host_memory_bytes_per_second"],
@@ -188,6 +192,7 @@ def labelled() -> torch.Tensor:
     return torch.Tensor._make_wrapper_subclass(Labelled, (4, 4))
 
 
+@pytest.mark.every_case
 @pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize(
     ("make", "says"),
@@ -221,6 +226,7 @@ def test_a_parameter_made_in_inference_mode_is_named() -> None:
         hydra_ext.offload(model, budget=ROOMY)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda"), "cuda:0", "nonsense", 7])
 def test_a_device_that_is_not_there_is_a_typed_error_and_changes_nothing(device: Any) -> None:
     assert not torch.cuda.is_available()

@@ -281,6 +281,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_the_map_says_which_test_executes_a_line(toy: dict[str, Any]) -> None:
     assert toy["reach"] == {
         "half": ["tests/whole/test_one.py::test_half"],
@@ -291,6 +292,7 @@ def test_the_map_says_which_test_executes_a_line(toy: dict[str, Any]) -> None:
     assert toy["traced again"] == [[], ["whole"]]  # after a change of the package, and of the tests
 
 
+@pytest.mark.full
 def test_mutants_are_tried_and_survivors_meet_the_whole_suite(toy: dict[str, Any]) -> None:
     assert toy["own tests"] == {
         "half": ["killed", "tests/whole/test_one.py::test_half"],
@@ -304,6 +306,7 @@ def test_mutants_are_tried_and_survivors_meet_the_whole_suite(toy: dict[str, Any
     }
 
 
+@pytest.mark.full
 def test_how_a_run_ends(toy: dict[str, Any]) -> None:
     endings = toy["endings"]
     assert endings["passes"] == {}
@@ -342,6 +345,7 @@ print(ending.failed, ending.passed)
 """
 
 
+@pytest.mark.full
 def test_a_test_that_hangs_is_not_waited_for_as_long_as_a_run_may_take(tmp_path: Path) -> None:
     (tmp_path / "hydra_ext").mkdir()
     (tmp_path / "hydra_ext" / "__init__.py").touch()

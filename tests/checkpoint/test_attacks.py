@@ -41,6 +41,7 @@ class BoundedFiles(Files):
 # Attacks after which a checkpoint is merely of another model.
 FITS_NOT = {"ties many", "tensor dtype 'I32'", "tensor shape [2, 3]"}
 NONE = {"manifest: gone"}
+LONG = pytest.param("manifest.json", marks=pytest.mark.full)
 MODEL_ONLY = ("optimizer", "value", "schedule", "ranks", "random", "torch's", "buffers")
 
 
@@ -80,6 +81,7 @@ def test_verify_says_so(attack: str, folder: Path) -> None:
         assert attack in FITS_NOT or attack.startswith(MODEL_ONLY)
 
 
+@pytest.mark.full
 def test_what_reads_an_attack_takes_little_memory(folder: Path) -> None:
     """A tensor that claims to be of 2**50 bytes, and texts of 3 MB that make many objects."""
     checkpoint = folder / "step-00000000"
@@ -100,7 +102,8 @@ def test_what_reads_an_attack_takes_little_memory(folder: Path) -> None:
     assert int(done.stdout) < 200 * 2**10  # KiB
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", [LONG, "model.safetensors", "optimizer.safetensors"])
 def test_every_flipped_bit_is_noticed(name: str, folder: Path) -> None:
     """One bit of each byte; which one goes around."""
     checkpoint = folder / "step-00000000"
@@ -116,7 +119,7 @@ def test_every_flipped_bit_is_noticed(name: str, folder: Path) -> None:
     assert verify(folder)[0].state == "whole"
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+@pytest.mark.parametrize("name", [LONG, "model.safetensors"])
 def test_every_length_but_the_right_one_is_noticed(name: str, folder: Path) -> None:
     data = (folder / "step-00000000" / name).read_bytes()
     for length in [*range(0, len(data), 1 if len(data) < 4000 else 11), len(data) - 1]:

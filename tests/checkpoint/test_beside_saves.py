@@ -73,6 +73,7 @@ def model_of(small: Small) -> list[torch.Tensor]:
     return list(small.model.state_dict().values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_run_is_loaded_whole_whenever_another_saves(strict: bool, tmp_path: Path) -> None:
     with Small() as theirs, Small() as ours:
@@ -106,6 +107,7 @@ def test_a_model_is_loaded_whole_whenever_another_saves(tmp_path: Path, monkeypa
     assert n > 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keep", [1, 2])
 def test_nothing_is_found_damaged_whenever_another_saves(
     keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +153,7 @@ def test_readers_come_at_every_moment_of_a_save(tmp_path: Path) -> None:
     assert seen == {"whole", "under way"}
 
 
+@pytest.mark.full
 def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Path) -> None:
     """A caller that named one gets it or an error: another one would not be what was asked for."""
     with Small() as theirs, Small() as ours:
@@ -309,6 +312,7 @@ def test_one_of_two_savers_does_not_wait_for_the_other(tmp_path: Path, monkeypat
         os.close(descriptor)
 
 
+@pytest.mark.full
 def test_another_process_saves_without_end(tmp_path: Path) -> None:
     model = numbered(-1)
     with hydra_ext.offload(numbered(-1), budget=2**20) as run, saver(tmp_path):

@@ -80,6 +80,7 @@ def after_failure(folder: Path, allowed: tuple[int, ...]) -> None:
 WAYS = [("EIO", False), ("EIO", True), ("ENOSPC", False), ("short", False)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=lambda way: str(WAYS[way]))
 def test_a_save_whose_nth_operation_fails(way: int, every: int, begun: Path, tmp_path: Path) -> None:
@@ -111,9 +112,11 @@ def test_a_save_whose_nth_operation_fails(way: int, every: int, begun: Path, tmp
     assert set(failures) == (set() if error == "short" else {(error, True)})
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
-def test_a_first_save_whose_nth_operation_fails(error: str, tmp_path: Path) -> None:
-    for n in itertools.count(1):
+def test_a_first_save_whose_nth_operation_fails(error: str, every: int, tmp_path: Path) -> None:
+    for n in itertools.count(1, every):
         folder = tmp_path / str(n) / "made" / "ckpt"
         with Small() as small:
             for _ in range(3):
@@ -155,10 +158,12 @@ def test_an_fsync_that_fails_is_not_tried_again(tmp_path: Path) -> None:
             assert not list((tmp_path / str(n)).glob("*/manifest.json"))
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("code", [errno.EIO, None])
-def test_a_load_whose_nth_operation_fails(code: int | None, begun: Path) -> None:
+def test_a_load_whose_nth_operation_fails(code: int | None, every: int, begun: Path) -> None:
     failures, whole = [], 0
-    for n in itertools.count(1):
+    for n in itertools.count(1, every):
         with Small() as small:
             for _ in range(4):
                 small.step()
@@ -177,18 +182,19 @@ def test_a_load_whose_nth_operation_fails(code: int | None, begun: Path) -> None
             assert resumed(small, begun) == 2
     assert n > 50
     assert set(failures) == (set() if code is None else {(code, True)})
-    assert (whole > 30) == (code is not None)
+    assert (whole > 30 / every) == (code is not None)
 
 
 # Where only some names are left, every operation: that a folder was not synced is seen behind one of them alone.
 LEFT = [
-    ("some", 1),
+    ("some", 12),
     ("safe", 4),
     ("now", 4),
-    *(pytest.param(names, 1, marks=pytest.mark.full) for names in ("safe", "now")),
+    *(pytest.param(names, 1, marks=pytest.mark.full) for names in ("some", "safe", "now")),
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("names", "every"), LEFT)
 def test_power_is_lost_at_the_nth_operation(names: str, every: int, begun: Path, tmp_path: Path) -> None:
     for n in itertools.count(1, every):
@@ -214,8 +220,9 @@ def test_power_is_lost_at_the_nth_operation(names: str, every: int, begun: Path,
     assert n > 50
 
 
-def test_power_is_lost_in_the_first_save(tmp_path: Path) -> None:
-    for n in itertools.count(1):
+@pytest.mark.parametrize("every", EVERY)
+def test_power_is_lost_in_the_first_save(every: int, tmp_path: Path) -> None:
+    for n in itertools.count(1, every):
         around, left = tmp_path / f"{n}", tmp_path / f"{n}-left"
         around.mkdir()
         with Small() as small:

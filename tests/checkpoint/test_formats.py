@@ -174,6 +174,7 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -21,6 +21,7 @@ def step_over(run: Run, model: nn.Module, batches: torch.Tensor) -> None:
         run.step(batch.split(2), lambda part: model(part).pow(2).mean(), max_norm=0.1)
 
 
+@pytest.mark.full
 def test_a_save_reads_the_disk_and_leaves_everything_there(tmp_path: Path) -> None:
     _, _, whole, theirs = pair()
     with hydra_ext.offload(whole, theirs, budget=DEVICE_BUDGET, device=SimulatedDevice()) as run:
@@ -43,6 +44,7 @@ def test_a_save_reads_the_disk_and_leaves_everything_there(tmp_path: Path) -> No
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spilled", [True, False])
 def test_a_run_goes_on_from_a_checkpoint_on_the_disk_as_on_the_host(spilled: bool, tmp_path: Path) -> None:
     _, _, one, theirs = pair()

@@ -147,7 +147,7 @@ def attack(target: Target, seed: int) -> None:
     assert loaded or not same
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_a_changed_checkpoint_is_refused_or_right(target: Target, seed: int) -> None:
     attack(target, seed)
@@ -182,7 +182,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(value=VALUES, place=st.integers(0, 10**6))
 def test_any_value_in_any_place_is_refused_or_right(target: Target, value: Any, place: int) -> None:
     body = copy.deepcopy(target.body)

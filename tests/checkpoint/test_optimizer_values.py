@@ -136,6 +136,7 @@ def test_what_no_step_can_go_on_from_is_refused(forged: str, make: Callable[[Any
         optimizer_values.check(optimizer, names, content, fetch)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "forged",
     [
@@ -170,6 +171,7 @@ def test_a_moment_that_is_another_is_refused(owner: str, stored: str) -> None:
         optimizer_state.check(content, fetch)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("make", "forged"),
     [

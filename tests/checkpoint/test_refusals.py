@@ -20,6 +20,8 @@ from hydra_ext.errors import (
 )
 from support.checkpoint.checkpoints import Job, backward, differences, offloaded, small
 
+pytestmark = pytest.mark.every_case
+
 # ---- the caller's own -----------------------------------------------------------------------------------------------
 
 HERSELF: list[Any] = []

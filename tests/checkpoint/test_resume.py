@@ -22,6 +22,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "job", JOBS, ids=lambda job: "-".join([job.family, job.optimizer, job.schedule, str(job.dtype)])
 )
@@ -86,6 +87,7 @@ def test_an_optimizer_that_has_not_stepped_yet_is_resumed(tmp_path: Path) -> Non
     assert not differences([*seen, found], [*losses, expected])
 
 
+@pytest.mark.full
 def test_blocks_at_home_on_the_device_are_saved_and_loaded(tmp_path: Path) -> None:
     job = Job("gpt2", "split", "none", BF16)
     plain = job.make(0)
@@ -107,6 +109,7 @@ def test_blocks_at_home_on_the_device_are_saved_and_loaded(tmp_path: Path) -> No
     assert not differences([*seen, found], [*losses, expected])
 
 
+@pytest.mark.full
 def test_a_scaler_and_run_step_go_on_as_they_were(tmp_path: Path) -> None:
     def work(made, run, scaler, count):
         out = []

@@ -14,6 +14,8 @@ from torch import Tensor
 from hydra_ext.checkpoint.format.values import BadValue, Encoder, decode
 from hydra_ext.errors import UnsupportedState
 
+pytestmark = pytest.mark.every_case
+
 TENSOR = torch.arange(3)
 VALUES: list[Any] = [
     None,

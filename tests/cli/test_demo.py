@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def demo(folder: Path, *more: str) -> tuple[str, bytes]:
     picture = folder / "memory.png"
@@ -35,6 +37,7 @@ def test_the_demo_compares_every_step_and_draws_the_memory(tmp_path: Path) -> No
     assert size_of(picture) == (1200, 540)
 
 
+@pytest.mark.full
 def test_what_became_of_saved_tensors_is_drawn_below(tmp_path: Path) -> None:
     printed, picture = demo(tmp_path, "--activations", "compress")
     assert size_of(picture) == (1200, 1080)

@@ -30,6 +30,7 @@ def run_doctor(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_json_says_what_is_installed_and_what_works(tmp_path: Path) -> None:
     run = run_doctor("--json", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -47,6 +48,7 @@ def test_json_says_what_is_installed_and_what_works(tmp_path: Path) -> None:
     assert all(set(check) == {"name", "status", "detail", "remedy"} for check in content["checks"])
 
 
+@pytest.mark.full
 def test_text_says_the_same(tmp_path: Path) -> None:
     run = run_doctor(cwd=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -55,7 +57,12 @@ def test_text_says_the_same(tmp_path: Path) -> None:
     assert "GB/s" in run.stdout
 
 
-@pytest.mark.parametrize("program", [["-m", "hydra_ext"], [COMMAND]], ids=["module", "command"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "program",
+    [["-m", "hydra_ext"], [COMMAND]],
+    ids=["module", "command"],
+)
 def test_a_broken_build_is_examined_too(program: list[str], tmp_path: Path) -> None:
     """A copy of the package stamped for another torch: importing it fails, the doctor runs and says why."""
     command = [*PYTHON, *program, "doctor", "--json"]
@@ -73,6 +80,7 @@ def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("program", "called"),
     [(["-m", "hydra_ext"], "python -m hydra_ext"), ([COMMAND], "hydra-ext")],
@@ -85,6 +93,7 @@ def test_without_arguments_all_verbs_are_listed(program: list[str], called: str,
     assert all(f"  {name} " in text for name in main.VERBS)
 
 
+@pytest.mark.full
 def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hydra_ext", "doctor", "--json"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
@@ -103,6 +112,7 @@ def test_only_failures_make_the_exit_code(statuses: list[Status], code: int) -> 
     assert Report({}, [Check("x", status, "") for status in statuses]).exit_code == code
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("count", "text"),
     [
@@ -179,6 +189,7 @@ def test_a_gpu_that_works() -> None:
     assert set(statuses_of(cuda_facts(), "ON").values()) == {Status.OK}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("changes", "built", "name"),
     [
@@ -244,6 +255,7 @@ def test_the_limit_of_pinned_memory_is_the_process_s(
     assert host.memlock_limit() == expected
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [("pinned", True, "yes"), ("pinned", False, "no"), ("kind", None, "none"), ("n", 3, "3")],

@@ -69,6 +69,7 @@ def test_it_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert json.loads(capsys.readouterr().out) == PLAN
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -143,6 +144,7 @@ def test_a_model_that_reads_numbers_is_made_and_measured(
     assert "y.sum().item() > 0" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_several_cards_are_planned_beside_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fitted(folder, "--dtype", "float16", "--gpus", "2", "--microbatches", "2", "--state-bytes", "6") == 0
     shown = capsys.readouterr().out
@@ -184,6 +186,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise PlanError("no treatment fits the host")
 
 
+@pytest.mark.full
 def test_a_plan_is_drawn(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ((), ("--budget", "1MiB"), ("--budget", "1MiB", "--round-size", "4")):
         assert fitted(folder, "--png", str(tmp_path / "plan.png"), *more) == 0

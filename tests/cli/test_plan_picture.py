@@ -96,6 +96,7 @@ def test_names_are_written_where_they_have_room(tight: Plan) -> None:
         assert abs(box.y1 - box.y0) <= 0.8
 
 
+@pytest.mark.full
 def test_a_long_step_has_no_more_bars_than_can_be_seen(tmp_path: Path) -> None:
     plan = planned(4, budget="1GiB", microbatches=200, round_size=1)
     intervals = plan.timeline().intervals

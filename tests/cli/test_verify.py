@@ -96,6 +96,7 @@ def test_a_folder_without_any_and_no_folder(tmp_path: Path, capsys: pytest.Captu
     assert "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_it_runs_as_a_module(folder: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "hydra_ext", "verify", str(folder), "--json"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout)

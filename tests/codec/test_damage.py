@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hydra_ext import codec
 from hydra_ext.errors import DamagedStream
 
+pytestmark = pytest.mark.every_case
+
 HEAD = 8
 DIMENSION = 16
 
@@ -32,7 +34,7 @@ def read(data: bytes) -> torch.Tensor | None:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_altered_bytes_are_refused_or_give_a_tensor_of_that_shape(data: st.DataObject) -> None:
     stream = bytearray(whole(data.draw(st.sampled_from([64, 1000, 40_000]))))
@@ -44,14 +46,14 @@ def test_altered_bytes_are_refused_or_give_a_tensor_of_that_shape(data: st.DataO
     assert found is None or found.numel() <= 32 * size
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.integers(0, 10_000))
 def test_what_is_cut_off_is_refused(length: int) -> None:
     stream = whole()
     assert read(stream[: min(length, len(stream) - 1)]) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.sampled_from([0, 2, 8, 24, 56]))
 def test_any_bytes_are_refused(noise: bytes, kept: int) -> None:
     assert read(whole()[:kept] + noise) is None

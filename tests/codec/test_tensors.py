@@ -22,6 +22,8 @@ from hydra_ext import _C, codec
 from hydra_ext.errors import InvalidArgument, InvalidBound
 from support.stash.compressed import BITS, assert_kept
 
+pytestmark = pytest.mark.every_case
+
 SPECIAL = [float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, -1e30]
 BOUNDS = [0.0, 1e-30, 1e-6, 1e-3, 0.01, 0.1, 0.7, 3.0, 1e5, 1e300]
 
@@ -51,7 +53,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(tensors(), st.sampled_from(BOUNDS), st.booleans(), st.booleans(), st.integers(1, 3))
 def test_any_tensor_comes_back_within_the_bound(
     tensor: torch.Tensor, error_bound: float, keep_signs: bool, fast: bool, threads: int

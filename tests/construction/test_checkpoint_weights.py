@@ -189,6 +189,7 @@ def unfinished(file: Path) -> None:
     file.rename(file.with_name(manifest.UNFINISHED))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "damage",
     [

@@ -15,6 +15,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Held]:
     return observe(build_hook(tmp_path_factory.mktemp("hook")))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["library", "files", "copies"])
 def test_filling_takes_what_is_filled_and_the_largest_parameter(held: dict[str, Held], model: str) -> None:
     seen = held[model]
@@ -26,6 +27,7 @@ def test_filling_takes_what_is_filled_and_the_largest_parameter(held: dict[str, 
     assert seen.fill_peak <= seen.filled + seen.largest + copied_from + CONSTANT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["library", "files", "copies"])
 def test_materialize_takes_the_largest_parameter_and_leaves_nothing(held: dict[str, Held], model: str) -> None:
     seen = held[model]
@@ -34,6 +36,7 @@ def test_materialize_takes_the_largest_parameter_and_leaves_nothing(held: dict[s
     assert seen.materialize_left <= CONSTANT
 
 
+@pytest.mark.full
 def test_the_system_gets_back_what_is_not_filled(held: dict[str, Held]) -> None:
     seen = held["library"]
     kept_by_the_c_library = 64 * 2**20
@@ -41,6 +44,7 @@ def test_the_system_gets_back_what_is_not_filled(held: dict[str, Held]) -> None:
     assert seen.filled / 2 <= seen.resident_after_fill <= seen.filled + kept_by_the_c_library
 
 
+@pytest.mark.full
 def test_conversions_inside_the_constructor_keep_one_parameter_in_both_forms(held: dict[str, Held]) -> None:
     seen = held["converted"]
     assert seen.ordinary_peak >= 2 * seen.whole, "all in the first form"

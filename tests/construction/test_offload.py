@@ -176,6 +176,7 @@ def _in_bf16() -> nn.Module:
     return MODELS["llama"].build().to(torch.bfloat16).train()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("build", "options"),
     [
@@ -201,6 +202,7 @@ def test_options_mean_what_they_do_for_a_model_built_as_always(
     assert not differences(results[1], results[0])
 
 
+@pytest.mark.full
 def test_a_whole_step_at_once() -> None:
     family = MODELS["gpt2"]
     results = []
@@ -218,6 +220,7 @@ def test_a_whole_step_at_once() -> None:
     assert not differences(results[1], results[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_checkpoint_is_loaded_inside_the_context_or_read_as_weights(kind: str, tmp_path: Path) -> None:
     family = MODELS["gpt2"]
@@ -240,6 +243,7 @@ def test_a_checkpoint_is_loaded_inside_the_context_or_read_as_weights(kind: str,
     assert all(torch.equal(a, b) for a, b in zip(weights.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("native", [True, False])
 def test_state_of_a_native_optimizer_may_be_loaded_before(native: bool) -> None:
     """As it was saved, with masters; or of torch's, in another type than it is to have."""

@@ -12,7 +12,7 @@ from support.construction.materialized_ranks import FAMILY, enter_one_with_memor
 from support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("source", ["numbers", "files"])
+@pytest.mark.parametrize("source", [pytest.param("numbers", marks=pytest.mark.full), "files"])
 def test_the_copies_train_as_that_of_rank_0(source: str, tmp_path: Path) -> None:
     plain = FAMILY.make(SEED)  # the batches of all ranks are the same, and so the mean of their gradients
     weights = write_weights(plain, tmp_path / "weights") if source == "files" else None

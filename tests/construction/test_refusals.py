@@ -16,6 +16,8 @@ from hydra_ext.construction import fill, materialize
 from support.construction.constructors import FromNumbers
 from support.runtime.leaving import beside
 
+pytestmark = pytest.mark.every_case
+
 PARAMETER_NEW = nn.Parameter.__dict__["__new__"]
 THERE_BEFORE = nn.Linear(2, 2)
 

@@ -196,6 +196,7 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name_before_anything_is_
     assert str(caught.value.file) in str(caught.value)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -22,6 +22,14 @@ NOT_RUN = Path(__file__).with_name("not_run.txt")
 LARGEST_README = (150, 7 * 1024)  # lines, bytes
 STATUS_LINES = 10
 FEWEST_PAGES = 30
+# Seconds each: `make test-full` runs them.
+LONG = {
+    "README.md",
+    "docs/guide/data-parallel.md",
+    "docs/guide/does-my-model-fit.md",
+    "docs/guide/pipeline.md",
+    "docs/reference/schedule-text.md",
+}
 # What a newcomer asks, as docs/index.md has it, and the page that answers it.
 QUESTIONS = {
     "Does my model fit?": "guide/does-my-model-fit.md",
@@ -36,7 +44,12 @@ def name_of(path: Path) -> str:
 
 
 # ---- examples -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.full] if name_of(path) in LONG else []) for path in PAGES],
+    ids=name_of,
+)
 def test_the_examples_of_a_page_run_and_print_what_it_shows(path: Path, tmp_path: Path) -> None:
     page = page_blocks.read(path)
     (page_blocks.run if page.ranks == 1 else page_blocks.run_on_ranks)(page, tmp_path)
@@ -72,6 +85,7 @@ def written(text: str, folder: Path) -> Page:
     return page_blocks.read(path)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -114,6 +114,7 @@ def test_a_cross_entropy_is_computed_in_parts_with_the_same_bits(name: str, bias
     assert tally.wholes == 0
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", WHOLE)
 def test_whatever_else_is_done_with_logits_sees_all_of_them(name: str) -> None:
     plain, _ = ran(WHOLE[name], in_rows=False)
@@ -197,6 +198,7 @@ def test_heads_are_layers_with_many_outputs_that_only_compute() -> None:
     assert type(wide(x)) is Tensor
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 64), (37, 130), (64, 1000)])
 def test_parts_are_those_of_the_whole(rows: int, columns: int) -> None:
     draw = torch.Generator().manual_seed(0)

@@ -14,6 +14,8 @@ from hydra_ext.optim import SGD, Adam, AdamW
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from support.updates import gradient_like, parameter, same_bits, update
 
+pytestmark = pytest.mark.every_case
+
 RULES: dict[str, tuple[type[HostOptimizer], dict[str, Any]]] = {
     "adamw": (AdamW, {"lr": 1e-2}),
     "adam": (Adam, {"lr": 1e-2, "weight_decay": 0.1}),

@@ -16,11 +16,19 @@ def resident() -> HostMemory:
     return observe(layers=48)
 
 
-@pytest.fixture(scope="module", params=[MICROBATCHES, 1], ids=["one round", "several rounds"])
+@pytest.fixture(
+    scope="module", params=[MICROBATCHES, pytest.param(1, marks=pytest.mark.full)], ids=["one round", "several rounds"]
+)
 def hooked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostMemory:
     return observe(layers=8, hook=build_hook(tmp_path_factory.mktemp("hook")), round_size=request.param)
 
 
+def test_weights_and_state_take_at_most_12_5_bytes_a_parameter(hooked: HostMemory) -> None:
+    assert hooked.updates == STEPS
+    assert hooked.arena_before + hooked.state <= 12.5 * hooked.parameters
+
+
+@pytest.mark.full
 def test_weights_and_state_take_at_most_12_5_bytes_a_parameter_and_gradients_2_1(resident: HostMemory) -> None:
     assert resident.parameters > 40e6
     assert resident.updates == STEPS
@@ -29,6 +37,7 @@ def test_weights_and_state_take_at_most_12_5_bytes_a_parameter_and_gradients_2_1
         assert step.arena - resident.arena_before <= 2.1 * resident.parameters
 
 
+@pytest.mark.full
 def test_the_process_holds_no_more_than_that_and_the_simulated_device(resident: HostMemory) -> None:
     for step in resident.steps:
         held = step.resident - resident.resident_before - step.slots

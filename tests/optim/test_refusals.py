@@ -14,6 +14,8 @@ from hydra_ext.optim import SGD, Adam, AdamW
 from support.benches import assert_same
 from support.updates import parameter, update
 
+pytestmark = pytest.mark.every_case
+
 
 @pytest.mark.parametrize("kind", [AdamW, Adam, SGD])
 @pytest.mark.parametrize("option", ["amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused"])

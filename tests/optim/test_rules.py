@@ -19,6 +19,8 @@ from hydra_ext.optim.host_optimizer import HostOptimizer
 from support.recurrences import AdamRecurrence, SgdRecurrence, half_up
 from support.updates import gradient_like, parameter, same_bits, update
 
+pytestmark = pytest.mark.every_case
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAM = {"lr": 1e-2, "betas": (0.8, 0.98), "eps": 1e-6, "weight_decay": 0.1}
 # A name, our optimizer, torch's, the recurrence.
@@ -102,7 +104,7 @@ def lying(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(inverse)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(
     layouts(), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from(sorted(RULES)),
     st.sampled_from(["split", "fp32"]), st.floats(2**-7, 2.0, width=32),

@@ -101,6 +101,7 @@ def test_with_room_for_all_the_peak_is_the_plain_step_the_slots_and_gradients_on
         )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CHECKPOINTING)
 def test_the_smallest_budget_trains_as_plain_pytorch(
     smallest: dict[str, int], name: str, record_property: Any, capsys: pytest.CaptureFixture[str]
@@ -120,6 +121,7 @@ def test_the_smallest_budget_trains_as_plain_pytorch(
     assert smallest[name] < all_resident
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CHECKPOINTING)
 def test_one_byte_less_explains_itself_and_training_goes_on_at_a_larger_budget(
     smallest: dict[str, int], name: str
@@ -138,6 +140,7 @@ def test_one_byte_less_explains_itself_and_training_goes_on_at_a_larger_budget(
     assert differences((seen, model, optimizer), _trained(recipe)) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CHECKPOINTING)
 def test_a_budget_lowered_between_steps_and_raised_again_changes_no_number(smallest: dict[str, int], name: str) -> None:
     recipe = CHECKPOINTING[name]
@@ -155,6 +158,7 @@ def test_a_budget_lowered_between_steps_and_raised_again_changes_no_number(small
     assert differences((seen, model, optimizer), _trained(recipe)) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHECKPOINTING)
 def test_random_budgets_above_the_smallest_pass(smallest: dict[str, int], name: str) -> None:
     recipe = CHECKPOINTING[name]

@@ -5,6 +5,7 @@ Slots and tensors are aligned blocks, the host arena is mapped, and the rest has
 """
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ SCENARIOS = {
     "unet-autocast-room-for-all": ("unet", Recipe(autocast=True), 110, False),
     "unet-autocast-without-bf16": ("unet", Recipe(autocast=True), 110, True),
 }
+BY_DEFAULT = ("gpt2", "unet-autocast-without-bf16")
 
 
 def _scenario(family: str, recipe: Recipe, percent: int, without_bf16: bool) -> Scenario:
@@ -38,18 +40,25 @@ def _copied_to_float(scenario: Scenario, step: StepSeen) -> int:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Scenario, HookedRun]]:
-    scenarios = [_scenario(*choice) for choice in SCENARIOS.values()]
-    observed = observe(build_hook(tmp_path_factory.mktemp("hook")), scenarios)
-    return dict(zip(SCENARIOS, zip(scenarios, observed, strict=True), strict=True))
+def hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_hook(tmp_path_factory.mktemp("hook"))
 
 
-Runs = dict[str, tuple[Scenario, HookedRun]]
+Seen = tuple[Scenario, HookedRun]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_slots_are_the_bytes_that_the_ledger_counts_at_every_moment(runs: Runs, name: str) -> None:
-    _, run = runs[name]
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.full) for name in SCENARIOS],
+)
+def seen(request: pytest.FixtureRequest, hook: Path) -> Seen:
+    scenario = _scenario(*SCENARIOS[request.param])
+    (run,) = observe(hook, [scenario])
+    return scenario, run
+
+
+def test_slots_are_the_bytes_that_the_ledger_counts_at_every_moment(seen: Seen) -> None:
+    _, run = seen
     assert run.windows == 2 * len(run.steps)
     assert run.weights_moved > 0
     for step in run.steps:
@@ -58,9 +67,8 @@ def test_slots_are_the_bytes_that_the_ledger_counts_at_every_moment(runs: Runs, 
     assert any(step.after_forward.slots > 0 for step in run.steps)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_tensors_are_what_the_ledger_counts_and_kernels_compiled_in_the_first_step(runs: Runs, name: str) -> None:
-    _, run = runs[name]
+def test_tensors_are_what_the_ledger_counts_and_kernels_compiled_in_the_first_step(seen: Seen) -> None:
+    _, run = seen
     kernels = run.steps[0].after_step.tensors - run.steps[0].after_step.ledger_tensors
     assert 0 <= kernels <= exempt.KERNELS.once_bytes
     for step in run.steps[1:]:
@@ -70,22 +78,20 @@ def test_tensors_are_what_the_ledger_counts_and_kernels_compiled_in_the_first_st
         assert step.after_step.ledger_tensors == 0
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_peak_the_hook_sees_is_within_the_budget_but_for_exempt_bytes(runs: Runs, name: str) -> None:
-    scenario, run = runs[name]
+def test_the_peak_the_hook_sees_is_within_the_budget_but_for_exempt_bytes(seen: Seen) -> None:
+    scenario, run = seen
     kernels = run.steps[0].after_step.tensors - run.steps[0].after_step.ledger_tensors
     largest_gradient = max(parameter.nbytes for parameter in FAMILIES[scenario.family].make(0).parameters())
     for step in run.steps[1:]:
-        seen = step.hook_device_peak - kernels
+        held = step.hook_device_peak - kernels
         assert step.ledger_peak <= scenario.budget
-        assert seen <= step.ledger_peak + exempt.SCRATCH.passing_bytes + _copied_to_float(scenario, step)
+        assert held <= step.ledger_peak + exempt.SCRATCH.passing_bytes + _copied_to_float(scenario, step)
         # The lane frees a gradient before it is counted down, so that the count may be ahead by one of them.
-        assert step.ledger_peak <= seen + largest_gradient
+        assert step.ledger_peak <= held + largest_gradient
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_mappings_are_the_host_arena_and_kernels_compiled_in_the_first_step(runs: Runs, name: str) -> None:
-    _, run = runs[name]
+def test_mappings_are_the_host_arena_and_kernels_compiled_in_the_first_step(seen: Seen) -> None:
+    _, run = seen
     kernels = run.steps[0].after_step.mapped - run.steps[0].after_step.arena
     assert 0 <= kernels <= exempt.KERNELS.once_bytes
     for step in run.steps[1:]:
@@ -94,9 +100,8 @@ def test_mappings_are_the_host_arena_and_kernels_compiled_in_the_first_step(runs
         assert step.after_step.arena > 0, "gradients go to the arena"
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_heap_holds_only_bookkeeping(runs: Runs, name: str) -> None:
-    scenario, run = runs[name]
+def test_the_heap_holds_only_bookkeeping(seen: Seen) -> None:
+    scenario, run = seen
     left = [step.after_step.heap for step in run.steps]
     assert left[0] <= exempt.BOOKKEEPING.once_bytes
     for before, after in pairwise(run.steps):

@@ -39,6 +39,7 @@ def reference(model: nn.Module, family: str, grad_dtype: torch.dtype | None) -> 
     return losses, model
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_bf16_from_fp32_parameters_equals_a_bf16_copy_made_every_step(family: str) -> None:
     losses, plain = reference(build(FAMILIES[family], RECIPE), family, None)

@@ -47,6 +47,7 @@ def trained(folder: Path, *, budget: int | None, bf16: bool) -> list[torch.Tenso
     return [torch.tensor(losses, dtype=torch.float64), *model.state_dict().values()]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_trainer_trains_as_it_does_without_offload(bf16: bool, tmp_path: Path) -> None:
     expected = trained(tmp_path, budget=None, bf16=bf16)

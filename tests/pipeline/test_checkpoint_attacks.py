@@ -120,6 +120,7 @@ def test_a_lie_changes_nothing(lie: str, saved: Path) -> None:
         manifest.write_bytes(truth)
 
 
+@pytest.mark.full
 def test_an_optimizer_that_cannot_go_on_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
     run_ranks(bodies.saves_once, tmp_path / "ckpt", folder=tmp_path)
     forged = [tmp_path / str(number) for number in range(len(FORGED))]

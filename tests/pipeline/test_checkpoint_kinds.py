@@ -15,13 +15,9 @@ from support.ranks import run_ranks
 
 TIED = Kind(Case("gpt2", schedule="2bw", microbatches=3, steps=5, max_norm=0.5), decays=True)
 REPLICAS = Kind(Case("resnet_dropout", replicas=2, microbatches=3, steps=5, optimizer="sgd"))
-FEW = (
-    TIED,
-    REPLICAS,
+MORE = (
     Kind(Case("llama", schedule="2bw", microbatches=3, steps=5, optimizer="native-adamw"), (("budget", "256KiB"),)),
     Kind(Case("resnet_dropout", schedule="interleaved", steps=5, optimizer="sgd"), (("stages", 4),)),
-)
-MORE = (
     # The age of weights depends on the stage, and cuts that the pipeline chooses on times.
     Kind(Case("llama", schedule="pipedream", cuts=("model.layers.1",), microbatches=1, steps=6, optimizer="sgd")),
     Kind(Case("gpt2_dropout", schedule="2bw", microbatches=3, steps=5, optimizer="native-adamw", recompute=True)),
@@ -48,7 +44,7 @@ def contents(checkpoint: Path) -> dict[str, object]:
 
 
 def test_it_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
-    check(FEW, tmp_path)
+    check((TIED,), tmp_path)
     name = f"step-0000000{SAVED}"
     tied = tmp_path / "saved" / "0" / name
     assert manifest_of(tied)["ties"] == [["transformer.wte.weight", "lm_head.weight"]]
@@ -63,15 +59,20 @@ def test_it_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
             assert new == [f"{tied} has no random states of rank 2, as fewer ranks saved it: the rank keeps its own"]
         assert same(tensors_in(again / name), tensors_in(tied))
         assert contents(again / name) == contents(tied)
-    replicas = manifest_of(tmp_path / "saved" / "1" / name)["content"]["buffers"]
-    assert not replicas[0]
-    assert any(buffer.endswith("running_mean") for buffer in replicas[1])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", MORE, ids=lambda kind: f"{kind.case.name}-{kind.case.schedule}")
 def test_more_kinds_go_on(kind: Kind, tmp_path: Path) -> None:
     check((kind,), tmp_path)
+
+
+@pytest.mark.full
+def test_buffers_of_replicas_that_differ_are_those_of_each(tmp_path: Path) -> None:
+    check((REPLICAS,), tmp_path)
+    replicas = manifest_of(tmp_path / "saved" / "0" / f"step-0000000{SAVED}")["content"]["buffers"]
+    assert not replicas[0]
+    assert any(buffer.endswith("running_mean") for buffer in replicas[1])
 
 
 def spoiled_in_the_middle(folder: Path, *, loads: bool) -> list[Any]:

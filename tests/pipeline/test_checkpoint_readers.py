@@ -33,6 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_other_programs_read_the_weights(saved: Path) -> None:
     checkpoint = saved / "0" / f"step-0000000{SAVED}"
     files = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
@@ -101,6 +102,7 @@ def test_a_run_on_one_device_goes_on_from_it(saved: Path) -> None:
     assert all(map(torch.equal, losses, expected))
 
 
+@pytest.mark.full
 def test_it_goes_on_from_a_run_on_one_device(tmp_path: Path) -> None:
     offloaded_run(tmp_path / "run" / "0", None)
     ranks = run_ranks(load_and_go_on, [FLUSHED], [tmp_path / "run"], folder=tmp_path)

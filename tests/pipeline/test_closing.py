@@ -34,7 +34,7 @@ def test_a_rank_that_comes_late_to_the_end_is_waited_for(tmp_path: Path) -> None
         assert all(torch.equal(a, b) for a, b in zip(in_time, late, strict=True))
 
 
-@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.full), "exit"])
 def test_a_rank_that_does_not_come_to_the_end_has_failed(how: str, tmp_path: Path) -> None:
     ended = run_to_the_end(pipeline_closing.close_alone, how, tmp_path, folder=tmp_path, size=3)
     for rank in (0, 1):
@@ -59,6 +59,7 @@ def test_a_link_that_was_closed_still_gives_what_was_expected_and_then_says_that
         assert "it has closed its pipeline, and this rank still waits for it" in taken[expected]
 
 
+@pytest.mark.full
 def test_a_pipeline_that_was_not_closed_is_warned_about_whatever_became_of_others() -> None:
     program = """
 import logging

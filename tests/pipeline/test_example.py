@@ -46,7 +46,8 @@ def run(example: str, changes: Sequence[tuple[str, str]], folder: Path, processe
     return [outputs[rank].splitlines() for rank in range(processes)]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 4])
 def test_the_example_gives_the_losses_of_one_process(processes: int, tmp_path: Path) -> None:
     (alone,) = run("pipeline_text.py", TEXT, tmp_path / "alone", 1)
     first, *others = run("pipeline_text.py", TEXT, tmp_path / "together", processes)

@@ -62,7 +62,7 @@ def test_a_rank_that_fails_ends_all_of_them(how: str, place: tuple[int, int, int
 
 
 def test_a_rank_that_was_stopped_is_named(tmp_path: Path) -> None:
-    ended = run(Failing("stop", 1, 2, 3, patience=8.0), tmp_path)
+    ended = run(Failing("stop", 1, 2, 3, patience=4.0), tmp_path)
     assert set(ended) == {0, 2}
     assert seconds_after_the_failure(ended, tmp_path, {0, 2}) < LIMIT_SECONDS
     for record in ended.values():
@@ -70,6 +70,7 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path) -> None:
         assert "no sign of life" in record["error"]
 
 
+@pytest.mark.full
 def test_a_replica_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None:
     """Nothing but the gradients' reduction connects them: its error says no rank."""
     ended = run(Failing("kill", 0, 2, 1, schedule="1f1b", stages=1, replicas=2, patience=4.0), tmp_path)

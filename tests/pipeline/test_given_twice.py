@@ -13,6 +13,7 @@ from support.plain import given_twice
 from support.ranks import run_ranks
 
 
+@pytest.mark.full
 def test_neither_the_forward_nor_the_data_loader_changes_what_is_run_again(tmp_path: Path) -> None:
     for found in run_ranks(given_twice.weights, folder=tmp_path):
         plain = found.pop("")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.plain import handed_on
 from support.plain.handed_on import COUNT, KEPT
 from support.ranks import run_ranks
@@ -28,6 +30,7 @@ def test_of_structures_that_never_repeat_both_ends_keep_the_last_ones(tmp_path: 
     assert sent == received == 64
 
 
+@pytest.mark.full
 def test_numbers_in_metrics_are_not_kept(tmp_path: Path) -> None:
     for metrics, kept in run_ranks(handed_on.steps_with_numbers, folder=tmp_path):
         assert metrics == [[step, step] for step in range(100)]

@@ -14,6 +14,7 @@ from support.ranks import run_ranks
 
 VIEWS = "written views"  # without a budget: a call's tensors come to the device one by one, as by Tensor.to
 CALLED_TWICE = "conditioned"  # with twice the activations, which leave no such budget that weights make room
+EVERY = [5, pytest.param(1, marks=pytest.mark.full)]  # of the cases that share two processes
 
 
 def _check_all(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]]:
@@ -23,6 +24,7 @@ def _check_all(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]
     return ranks
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_views_of_one_memory_stay_so_in_one_process(stages: int, recompute: bool) -> None:
@@ -30,6 +32,7 @@ def test_views_of_one_memory_stay_so_in_one_process(stages: int, recompute: bool
     check(case, [*train_all(0, [case])])
 
 
+@pytest.mark.full
 def test_views_of_one_memory_stay_so_on_two_ranks(tmp_path: Path) -> None:
     kinds = [("gpipe", 2), ("interleaved", 4)]
     cases = [
@@ -40,7 +43,8 @@ def test_views_of_one_memory_stay_so_on_two_ranks(tmp_path: Path) -> None:
     _check_all(cases, tmp_path)
 
 
-def test_a_shape_may_come_up_in_the_middle_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_a_shape_may_come_up_in_the_middle_of_a_step(every: int, tmp_path: Path) -> None:
     cases = [
         Case("dict", "gpipe", 2, budget=48_000),
         Case("dict", "gpipe", 3, budget=56_000),
@@ -49,19 +53,22 @@ def test_a_shape_may_come_up_in_the_middle_of_a_step(tmp_path: Path) -> None:
         Case("dict", "gpipe", 2, budget=30_000, recompute=True),
         Case("dict", "gpipe", 3, budget=36_000, recompute=True),
     ]
-    for results in _check_all(cases, tmp_path):
-        for case, result in zip(cases, results, strict=True):
+    for results in _check_all(cases[::every], tmp_path):
+        for case, result in zip(cases[::every], results, strict=True):
             forwards = MICROBATCHES * (1 + case.recompute)
             # Once more for each kind of microbatch that the cuts were not chosen by.
             assert result["calls"] == [forwards + case.kinds - 1] + [forwards] * (STEPS - 1), case
 
 
-def test_however_inputs_are_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_however_inputs_are_given(every: int, tmp_path: Path) -> None:
     cases = [Case(name, budget=49_152) for name in SUBJECTS if name not in (CALLED_TWICE, VIEWS)]
-    _check_all([*cases, Case(CALLED_TWICE, budget=90_000, evicts=False)], tmp_path)
+    cases.append(Case(CALLED_TWICE, budget=90_000, evicts=False))
+    _check_all(cases[::every], tmp_path)
 
 
-@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.full), 100_000])
+@pytest.mark.full
+@pytest.mark.parametrize("budget", [None, 100_000])
 def test_each_of_several_stages_of_a_rank_gets_the_microbatch_as_it_was(budget: int | None, tmp_path: Path) -> None:
     names = ("written numbers", "written, the microbatch's", "left in the microbatch", "table")
     of = [(name, recompute) for name in names for recompute in (False, True)]

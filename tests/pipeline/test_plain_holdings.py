@@ -20,6 +20,7 @@ from support.split.split_models_own import Stack, text, text_loss
 BATCH = text(torch.Generator().manual_seed(1))
 
 
+@pytest.mark.full
 def test_weights_in_lists_are_those_of_the_modules_and_others_are_given_back(tmp_path: Path) -> None:
     cases = [
         (name, schedule) for schedule in ("1f1b", "2bw") for name in LISTED if (name, schedule) != ("tuple", "2bw")

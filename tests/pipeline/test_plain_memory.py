@@ -34,7 +34,8 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", [False, True])
 def test_stages_of_one_rank_do_not_see_what_the_others_leave_on_modules(recompute: bool, tmp_path: Path) -> None:
     cases = [
         Case(name, 4, "interleaved", recompute, changed)
@@ -57,7 +58,8 @@ def test_a_second_forward_starts_from_the_same_memory(tmp_path: Path) -> None:
 READING = [name for name in CHECKPOINTED if name.endswith("reads")]
 
 
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [2, 4])
 def test_a_checkpoint_of_the_models_own_reads_what_its_forward_left(stages: int, tmp_path: Path) -> None:
     """Two stages, and more so four on two ranks, forward the second microbatch before the first goes backward."""
     schedule = "1f1b" if stages == 2 else "interleaved"

@@ -15,32 +15,35 @@ ROOMY = 10**8  # poisoned hosts tell whether all that is computed with came to t
 # Each is difficult in another way; the marked tests below have all models.
 SAMPLE = {  # by the number of processes
     2: [
+        Case("functional", schedule="2bw"),
+        Case("mixtral_router", materialized=True),
+        Case("denoiser", schedule="2bw", recompute=True),
         Case("gpt2", cuts=("transformer.h.2",)),
         Case("t5_dropout", schedule="2bw", optimizer="sgd"),
         Case("resnet", schedule="2bw", optimizer="sgd", materialized=True),
-        Case("functional", schedule="2bw"),
-        Case("mixtral_router", materialized=True),
         Case("branches", schedule="2bw"),
         Case("catches_all"),
-        Case("denoiser", schedule="2bw", recompute=True),
     ],
     3: [
         Case("qwen2", 3, schedule="2bw", optimizer="native-adamw", max_norm=0.5),
+        Case("in_place", 3, cuts=("layers.1", "layers.3"), materialized=True),
+        Case("on_modules", 3, schedule="2bw", microbatches=3),
         Case("whisper", 3, schedule="2bw", optimizer="sgd"),
         Case("resnet_dropout", 3, recompute=True),
         Case("recurrent", 3, schedule="2bw", materialized=True),
-        Case("in_place", 3, cuts=("layers.1", "layers.3"), materialized=True),
-        Case("on_modules", 3, schedule="2bw", microbatches=3),
     ],
     4: [
         Case("unet", 4, schedule="2bw", cuts=("down.2", "wider.0", "wider.2")),
         Case("bert", 4, materialized=True),
+        Case("resnet", 2, schedule="2bw", optimizer="native-adamw", max_norm=0.5, replicas=2),
         Case("translator_dropout", 4),
         Case("repeats", 4, schedule="2bw", microbatches=3),
-        Case("resnet", 2, schedule="2bw", optimizer="native-adamw", max_norm=0.5, replicas=2),
         Case("gpt2", 2, replicas=2, materialized=True),
     ],
 }
+
+
+FEW = 3  # of each number: the first ones are as different as so few can be
 
 
 def check_all(cases: Sequence[Case], folder: Path) -> None:
@@ -50,12 +53,15 @@ def check_all(cases: Sequence[Case], folder: Path) -> None:
         check(case, [Rank(**results[number]) for results in ranks])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("processes", SAMPLE)
-def test_stages_in_processes_train_as_one_process_does(processes: int, tmp_path: Path) -> None:
-    check_all(SAMPLE[processes], tmp_path)
+@pytest.mark.parametrize("part", [slice(FEW), pytest.param(slice(FEW, None), marks=pytest.mark.full)])
+def test_stages_in_processes_train_as_one_process_does(part: slice, processes: int, tmp_path: Path) -> None:
+    check_all(SAMPLE[processes][part], tmp_path)
 
 
-@pytest.mark.parametrize("materialized", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("materialized", [False, True])
 def test_a_rank_holds_its_stage_and_at_most_a_hundredth_more(materialized: bool, tmp_path: Path) -> None:
     case = Case(WIDE.name, 4, schedule="2bw", materialized=materialized)
     ranks = [Rank(**result) for (result,) in run_ranks(train_all, [case], folder=tmp_path, size=4)]
@@ -66,9 +72,11 @@ def test_a_rank_holds_its_stage_and_at_most_a_hundredth_more(materialized: bool,
         assert held <= rank.resident <= 1.01 * held
 
 
-def test_a_budget_changes_nothing(tmp_path: Path) -> None:
-    names = ("functional", "llama_mask", "t5_dropout")
-    check_all([Case(name, schedule="gpipe", budget=ROOMY) for name in names], tmp_path)
+@pytest.mark.parametrize(
+    "name", ["functional", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama_mask", "t5_dropout"))]
+)
+def test_a_budget_changes_nothing(name: str, tmp_path: Path) -> None:
+    check_all([Case(name, schedule="gpipe", budget=ROOMY)], tmp_path)
 
 
 _NAMES = list(SUBJECTS)

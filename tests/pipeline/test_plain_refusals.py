@@ -71,6 +71,7 @@ def test_a_rank_that_goes_another_way_from_the_start_is_told_of(tmp_path: Path) 
         assert check(change, ranks), change
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [0, 1])
 def test_another_way_on_all_ranks_is_an_error_on_the_first_batch_or_gives_the_right_loss(
     step: int, tmp_path: Path
@@ -81,6 +82,7 @@ def test_another_way_on_all_ranks_is_an_error_on_the_first_batch_or_gives_the_ri
     assert sum(found) >= len(WAYS) - 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [0, 1])
 def test_another_way_on_one_rank_is_an_error_on_the_first_batch_or_beyond_its_stage(step: int, tmp_path: Path) -> None:
     changes = [Change(way, step=step, rank=rank) for way in WAYS for rank in range(2)]
@@ -88,7 +90,7 @@ def test_another_way_on_one_rank_is_an_error_on_the_first_batch_or_beyond_its_st
     assert sum(found) >= len(WAYS)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_value_that_was_forgotten_is_an_error_on_the_first_batch(stages: int, tmp_path: Path) -> None:
     changes = [Change("drop 0", rank=rank) for rank in (None, 0, stages - 1)]
     found = [

@@ -12,6 +12,7 @@ from support.plain.other_seeds import COMMON, first_losses, train, train_explici
 from support.ranks import run_ranks
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("schedule", "replicas", "materialized"), [("1f1b", 1, False), ("2bw", 1, True), ("1f1b", 2, False)]
 )

@@ -16,6 +16,7 @@ from support.pipeline.pipelines import make_stages, sgd
 from support.ranks import run_ranks
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -26,7 +27,7 @@ from support.ranks import run_ranks
         ("layers", {"cuts": ["3"], "replicas": 1, "microbatches": 4, "budget": 2**20}),
         ("stateful", {"replicas": 1, "recompute": True, "microbatches": 4}),
         ("unbuilt", {}),
-        ("gpt2", {"replicas": 1}),
+        pytest.param("gpt2", {"replicas": 1}, marks=pytest.mark.full),
     ],
 )
 def test_a_plan_has_the_bits_of_its_choices_by_hand(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -41,6 +42,7 @@ def test_a_plan_has_the_bits_of_its_choices_by_hand(name: str, options: dict[str
         assert choice[chosen] == options.get(key, choice[chosen])
 
 
+@pytest.mark.full
 def test_four_ranks_follow_one_plan(tmp_path: Path) -> None:
     ranks = run_ranks(both, "layers", {"schedule": "1f1b"}, folder=tmp_path, size=4)
     assert all(rank["same"] for rank in ranks)
@@ -48,6 +50,7 @@ def test_four_ranks_follow_one_plan(tmp_path: Path) -> None:
     assert ranks[0]["choice"]["width"] * ranks[0]["choice"]["depth"] == 4
 
 
+@pytest.mark.full
 def test_all_ranks_call_fn_equally_often(tmp_path: Path) -> None:
     ranks = run_ranks(both, "layers", {"replicas": 1}, folder=tmp_path)
     assert ranks[0]["calls"] == ranks[1]["calls"]

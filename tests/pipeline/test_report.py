@@ -37,6 +37,7 @@ def one(report: dict[str, Any]) -> dict[str, Any]:
     return stage
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "versions", "in_flight"), [("2bw", 2, (3, 2, 1)), ("1f1b", 1, (3, 2, 1)), ("gpipe", 1, (5, 5, 5))]
 )
@@ -91,6 +92,7 @@ def test_what_a_schedule_means_follows_from_its_versions() -> None:
     assert meaning_of(3) == f"updates use gradients of weights that are up to 3 updates old: {APPROXIMATE}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["2bw", "1f1b"])
 def test_a_plain_modules_report_names_its_blocks_and_what_stages_share(kind: str, tmp_path: Path) -> None:
     first, last = run_ranks(pipeline_reports.figures_of_plain_module, kind, folder=tmp_path)

@@ -12,6 +12,7 @@ from support.pipeline.pipeline_set_up import FAILING, FailingSetUp
 from support.ranks import run_ranks
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize("where", ["optimizer", "builder", "rehearsal", "connecting", "copying"])
 def test_a_rank_that_fails_before_the_first_step_ends_all_of_them(how: str, where: str, tmp_path: Path) -> None:

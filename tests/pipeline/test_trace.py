@@ -22,6 +22,7 @@ def traces(folder: Path, count: int) -> list[RankTrace]:
     return [read(folder / f"step.rank{rank}.json") for rank in range(count)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["2bw", "1f1b"])
 def test_every_rank_writes_the_schedules_actions_of_the_traced_steps(kind: str, tmp_path: Path) -> None:
     case = Case(schedule=kind, stages=3, steps=3, max_norm=1.0)

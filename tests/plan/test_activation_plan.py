@@ -11,6 +11,8 @@ import pytest
 from hydra_ext import _C
 from hydra_ext.errors import PlanDoesNotFit, PlanError
 
+pytestmark = pytest.mark.every_case
+
 KEEP, OFFLOAD = _C.ActivationOption.KEEP, _C.ActivationOption.OFFLOAD
 AGAIN, AGAIN_OFFLOADED = _C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED
 

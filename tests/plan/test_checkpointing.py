@@ -76,6 +76,7 @@ def test_long_chains_have_a_plan_and_a_bound(kind: str) -> None:
 GOOD = {**random_problem(0, 3, 9), "memory_limit": 100, "class": "flat"}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -106,6 +107,7 @@ def test_senseless_problems_are_refused(change: dict[str, Any], text: str) -> No
         solve({**GOOD, **change})
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", GOOD)
 def test_a_missing_key_is_named(name: str) -> None:
     with pytest.raises(PlanError, match=f"no '{name}'"):

@@ -11,6 +11,8 @@ import pytest
 from hydra_ext.errors import PlanError
 from hydra_ext.plan import crossover
 
+pytestmark = pytest.mark.every_case
+
 GIVEN: dict[str, Any] = {
     "epoch_samples": 1000,
     "line_batch": 10,

@@ -21,6 +21,8 @@ from hydra_ext.errors import (
 from hydra_ext.plan import CARDS, Card, Plan, fit
 from support.models.zoo import FAMILIES
 
+pytestmark = pytest.mark.every_case
+
 ROWS, WIDTH, CLASSES = 256, 64, 4096
 KINDS = ("keep", "offload", "recompute", "recompute, inputs offloaded")
 SLOW = Card(
@@ -43,6 +45,7 @@ def planned(model: nn.Module, **options: Any) -> Plan:
     return fit(model, torch.randn(ROWS, WIDTH), lambda x: model(x).square().mean(), **{"device": SLOW, **options})
 
 
+@pytest.mark.full
 def test_more_budget_is_never_slower_and_keeps_more() -> None:
     model = layered()
     roomy = planned(model)
@@ -61,6 +64,7 @@ def test_more_budget_is_never_slower_and_keeps_more() -> None:
     assert sum(segment.moved_bytes for segment in plans[0].segments) > 0
 
 
+@pytest.mark.full
 def test_a_card_gives_budget_speed_and_link() -> None:
     family = FAMILIES["gpt2"]
     model, batch = family.make(0), family.batches(1, 1)[0]
@@ -89,6 +93,7 @@ def test_a_loss_outside_of_the_model_counts() -> None:
     assert plan.least_bytes >= 2 * logits
 
 
+@pytest.mark.full
 def test_a_slow_link_binds_and_advice_says_so() -> None:
     model = layered()
     budget = int(1.3 * planned(model).least_bytes)
@@ -134,6 +139,7 @@ def homes_of(model: nn.Module, state: int) -> int:
     return sum(p.nbytes + (p.nbytes + state * p.numel()) * p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.full
 def test_the_host_holds_weights_gradients_state_and_activations_that_left() -> None:
     model = layered()
     model[0].requires_grad_(False)
@@ -161,6 +167,7 @@ def test_what_exceeds_the_hosts_budget_is_on_the_disk() -> None:
         assert plan.host_bytes + plan.disk_bytes >= homes
 
 
+@pytest.mark.full
 def test_a_host_that_cannot_hold_what_has_to_leave() -> None:
     model = layered()
     options: dict[str, Any] = {"budget": planned(model).least_bytes, "recompute": False}
@@ -178,6 +185,7 @@ def test_a_host_that_cannot_hold_what_has_to_leave() -> None:
     assert fast.disk_bytes > 0
 
 
+@pytest.mark.full
 def test_a_given_round_size_is_kept() -> None:
     model = layered()
     alone, together = (planned(model, round_size=size) for size in (1, 4))

@@ -78,6 +78,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_every_kind_solves_its_problem(kind: str) -> None:
     assert solve(kind, PROBLEMS[kind]).gap == 0
@@ -103,6 +104,7 @@ def test_no_entry_may_be_missing(kind: str, path: Path) -> None:
         solve(kind, removed(PROBLEMS[kind], path))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -134,12 +136,14 @@ def test_cycles_are_refused(kind: str) -> None:
         solve(kind, replaced(SPLIT, ("model", "edges"), edges))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", ["", "other", "plan", None, 3])
 def test_unknown_kinds_are_refused(kind: Any) -> None:
     with pytest.raises(PlanError, match=r"is not known: give one of chain, equal_split, .*, width_depth"):
         solve(kind, {})
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("problem", [None, [], "text", 3])
 def test_a_problem_is_a_mapping(problem: Any) -> None:
     with pytest.raises(PlanError, match="give a mapping in the form of kind 'twobw'"):

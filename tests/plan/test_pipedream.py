@@ -64,7 +64,8 @@ def wide_problem(machines: list[int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("machines", [[2], pytest.param([2, 2], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("machines", [[2], [2, 2]])
 def test_a_wide_graph_has_a_plan_and_a_bound(machines: list[int]) -> None:
     problem = wide_problem(machines)
     found = pipedream.solve(problem)
@@ -108,6 +109,7 @@ def with_entry(path: list[Any], value: object) -> dict[str, Any]:
     return problem
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -142,6 +144,7 @@ def test_a_bad_problem_is_refused(path: list[Any], value: object, message: str) 
         pipedream.solve(with_entry(path, value))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("key", list(wide_problem([2])))
 def test_every_entry_is_needed(key: str) -> None:
     problem = wide_problem([2])

@@ -153,6 +153,7 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
         planned(uneven(), **options)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "options",
     [
@@ -189,6 +190,7 @@ def test_fn_that_needs_numbers_is_refused() -> None:
         pipeline(model, torch.randn(8, 64), fn, devices=2, device=SLOW)
 
 
+@pytest.mark.full
 def test_a_model_on_meta_has_the_plan_of_the_real_one() -> None:
     family = FAMILIES["gpt2"]
     model, batch = family.make(0), family.batches(1, 1)[0]

@@ -13,6 +13,8 @@ from hydra_ext.plan.segments import Coding, Freedom, Segment
 from hydra_ext.plan.steps.memory import memory_of, moved_bytes
 from hydra_ext.profile import Amount, ModuleFigures
 
+pytestmark = pytest.mark.every_case
+
 KEEP, OFFLOAD = _C.ActivationOption.KEEP, _C.ActivationOption.OFFLOAD
 COMPRESS = _C.ActivationOption.COMPRESS
 AGAIN, AGAIN_OFFLOADED = _C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED

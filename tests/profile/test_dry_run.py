@@ -68,6 +68,7 @@ def test_peaks_are_those_of_a_real_microbatch(name: str) -> None:
         assert profile.modules[module].forward_bytes == pytest.approx(most, rel=0.06, abs=2048), module
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])  # oneDNN's LSTM saves notes of its own, which no fake tensor knows
 def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     model, x = kind(8, 32, num_layers=2, batch_first=True), torch.randn(16, 12, 8)
@@ -222,6 +223,7 @@ def test_tied_weights_are_one_block_with_two_users() -> None:
     assert profile.modules["2"].saved.all == 4 * 32 * 16 * 4  # its input, and not the weight
 
 
+@pytest.mark.full
 def test_layers_that_are_checkpointed_are_called_once() -> None:
     family = ALL["gpt2"]
     model, batch = family.make(0), family.batches(1, 1)[0]

@@ -41,22 +41,24 @@ def check(program: Program, seed: int, tally: Tally) -> None:
         pytest.fail(f"program {seed}: {outcome.wrong[0]}\n\n{shortened(program).script()}")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first", [*IN_CI, *(pytest.param(first, marks=pytest.mark.full) for first in ALL)])
 def test_random_programs_are_those_of_plain_pytorch(first: int, sample: Tally) -> None:
     for seed in range(first, first + PER_TEST):
         check(program_of(seed), seed, sample)
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(60, 1200, 60))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(30, 1200, 30))])
 def test_random_programs_of_models_with_state_are_those_of_plain_pytorch(first: int) -> None:
     tally = Tally()
-    for seed in range(first, first + PER_TEST):
+    for seed in range(first, first + 30):
         check(stateful_program_of(seed), seed, tally)
     assert tally.refused == 0, tally.text()
 
 
 # Hypothesis draws other ones than numbers do. It would look for a shorter one for minutes: leaving operations out does
 # better.
+@pytest.mark.full
 @settings(
     max_examples=60,
     deadline=None,

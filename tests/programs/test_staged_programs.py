@@ -17,6 +17,7 @@ IN_CI = range(0, 100, PER_TEST)
 ALL = range(100, 2000, PER_TEST)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first", [*IN_CI, *(pytest.param(first, marks=pytest.mark.full) for first in ALL)])
 def test_random_lives_of_a_pipeline_are_the_recurrence(first: int, tmp_path: Path) -> None:
     programs = [staged_program_of(seed) for seed in range(first, first + PER_TEST)]

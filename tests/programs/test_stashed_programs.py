@@ -9,7 +9,7 @@ from support.lives.reporting import Tally
 from support.lives.running import run
 from support.lives.shortening import shortened
 
-PER_TEST = 60
+PER_TEST = 30
 ALL = range(PER_TEST, 3000, PER_TEST)
 
 

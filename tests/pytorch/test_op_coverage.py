@@ -20,6 +20,8 @@ from hydra_ext import _C
 from hydra_ext.runtime import engine
 from support.models import op_cases
 
+pytestmark = pytest.mark.every_case
+
 BUDGET = 4 * 2**20
 CASES = dict(op_cases.all_cases())
 

@@ -126,6 +126,7 @@ def test_of_parameters_it_counts_which_one() -> None:
     assert again.equals(digests[0])
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "made",
     [

@@ -72,11 +72,13 @@ def failures(subject: Subject, budgets: list[int]) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt2", "convolutions"])
 def test_the_smallest_budget_is_that_of_settings_by_hand(name: str) -> None:
     assert failures(SUBJECTS[name], [int(1.1 * least_by_hand(name))]) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_budget_above_trains_as_plain_pytorch(name: str) -> None:
     assert failures(SUBJECTS[name], [int(1.6 * least_by_hand(name))]) == []
@@ -110,9 +112,10 @@ def resized_subject(name: str, factor: float) -> Subject:
     return Subject(subject.build, lambda generator: resized([subject.batch(generator)], factor)[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("factor", [2, 0.5])
 @pytest.mark.parametrize("share", [1.2, *(pytest.param(share, marks=pytest.mark.full) for share in (1.1, 2, 4))])
-@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.full), "convolutions"])
 def test_batches_that_change_cost_few_retries_once(name: str, share: float, factor: float) -> None:
     subject = SUBJECTS[name]
     batches = subject.batches(7 * MICROBATCHES)
@@ -130,6 +133,7 @@ def test_batches_that_change_cost_few_retries_once(name: str, share: float, fact
 OPTIONS = ({}, {"scaler": True}, {"before": True}, {"optimizer": "torch"}, {"home": "device"})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("block", range(LAYERS + 1))
 def test_a_step_is_undone_wherever_memory_runs_out(block: int, where: str, tmp_path: Path) -> None:
@@ -212,6 +216,7 @@ def test_a_size_of_rounds_that_is_given_is_kept_to(size: int) -> None:
     assert left.report.rounds == STEPS * -(-MICROBATCHES // size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", [False, True])
 def test_whether_blocks_are_recomputed_is_as_given(recompute: bool) -> None:
     subject = SUBJECTS["tied"]
@@ -228,6 +233,7 @@ def test_whether_blocks_are_recomputed_is_as_given(recompute: bool) -> None:
     assert recompute or left.report.activations.recomputed == 0
 
 
+@pytest.mark.full
 def test_layers_around_several_blocks_are_called_again_in_rounds() -> None:
     """As the policy says, once for each microbatch, with less on the device."""
     subject = SUBJECTS["gpt2"]

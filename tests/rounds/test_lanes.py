@@ -26,6 +26,7 @@ EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
 PLAN = Plan(m=3, clip=True)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "experts", "bert"])
 def test_no_wait_is_missing(name: str, recompute: bool) -> None:
@@ -50,6 +51,7 @@ def test_no_wait_is_missing(name: str, recompute: bool) -> None:
     assert report.evictions > 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("operation", [Operation.TO_DEVICE, Operation.TO_HOST, Operation.SLOT], ids=lambda o: o.name)
 def test_after_a_transfer_that_failed_the_step_can_be_repeated(operation: _C.testing.Operation) -> None:
     family = EVERY_FAMILY["gpt2"]

@@ -85,6 +85,7 @@ def activations(family: Family, m: int, *, recompute: bool = False) -> int:
     return peak
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", [TIED, UNTIED], ids=lambda family: family.name)
 def test_seven_more_microbatches_take_less_than_one_more_of_logits(family: Family, recompute: bool) -> None:

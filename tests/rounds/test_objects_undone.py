@@ -211,6 +211,7 @@ def test_a_users_iterator_below_one_of_pythons_is_set_back(failure: Failure | No
     assert_is_the_loop(lambda: Stack(lambda: Counts(map(int, Numbers()), _iterator)), failure, extra=left)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("made", [*AROUND_OTHERS.values()], ids=[*AROUND_OTHERS])
 def test_a_position_tells_how_far_an_iterator_has_come(made: Callable[[], Iterator[int]]) -> None:
     iterator = made()

@@ -57,6 +57,7 @@ def _module(value: Tensor, *, buffer: bool) -> nn.Module:
     return module
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_only_read_is_not_taken_for_written(name: str) -> None:
     module, holder = _module(KINDS[name](), buffer=True), _module(KINDS[name](), buffer=False)
@@ -65,6 +66,7 @@ def test_what_is_only_read_is_not_taken_for_written(name: str) -> None:
     assert contents.written() == []
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", ["sparse", "quantized", "nested", "subclass", "complex", "conjugate"])
 def test_what_is_written_is(name: str) -> None:
     module = _module(KINDS[name](), buffer=True)

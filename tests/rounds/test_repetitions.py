@@ -146,6 +146,7 @@ def test_what_only_fn_draws_refuses_no_round() -> None:
     assert all(torch.equal(mine, p.grad) for mine, p in zip(found, twin.parameters(), strict=True))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("choices", [{}, {"round_size": None, "recompute": None}], ids=["given", "chosen"])
 def test_a_backward_that_draws_draws_as_the_loop(choices: dict[str, Any]) -> None:
     """Where a round has drawn in another order in its backward, the step is undone."""
@@ -221,6 +222,7 @@ def test_a_recomputed_round_leaves_nothing_on_the_device() -> None:
 
 
 # ---- what no state that is restored decides -------------------------------------------------------------------------
+@pytest.mark.full
 @WAYS
 def test_a_block_that_deviates_late_is_caught(rounds: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
@@ -282,6 +284,7 @@ def choices_of(start: int) -> Callable[[int], int]:
     return lambda count: next(counter) % count
 
 
+@pytest.mark.every_case
 @WAYS
 @pytest.mark.parametrize("block", ["permuted", "equal experts"])
 def test_a_permutation_or_an_exchanged_parameter_is_seen(rounds: bool, block: str) -> None:

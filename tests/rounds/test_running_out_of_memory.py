@@ -47,12 +47,15 @@ def _allowed(row: dict[str, Any]) -> bool:
     return not (row.get("home") == "disk" and row.get("before") and row.get("where") == "backward")  # see below
 
 
-SAMPLE = [Case(**row) for row in covering_rows(FACTORS, allowed=_allowed)]
+SAMPLE = [
+    Case(**row) for row in covering_rows({**FACTORS, "block": [0, LAYERS - 1, LAYERS]}, strength=1, allowed=_allowed)
+]
 EVERY = [
     Case(**row) for values in product(*FACTORS.values()) if _allowed(row := dict(zip(FACTORS, values, strict=True)))
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_step_that_ran_out_of_memory_is_equal_to_one_that_did_not(case: Case, tmp_path: Path) -> None:
     assert differences(case, tmp_path) == []
@@ -64,6 +67,7 @@ def test_a_step_that_ran_out_of_memory_anywhere_is_equal(case: Case, tmp_path: P
     assert differences(case, tmp_path) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_the_smallest_round_that_keeps_activations_comes_one_that_makes_them_again(
     where: str, tmp_path: Path
@@ -84,6 +88,7 @@ class Lazy(Net):
         return super().forward(x * (1 + self.calls / 100))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("failing", [False, True])
 def test_what_the_first_forward_made_is_made_again(failing: bool) -> None:
     data, values = batches()[0], []
@@ -248,6 +253,7 @@ def test_gradients_from_before_the_step_that_no_budget_has_room_to_copy_are_kept
 # ---- random numbers of the host -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_python_and_numpy_go_on_as_if_nothing_had_failed(where: str) -> None:
     states = []

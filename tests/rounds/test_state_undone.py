@@ -41,6 +41,7 @@ def draws_later(model: Stack, x: Tensor) -> Tensor:
     return squared(model, x)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("call", [2, 3, 4])
 def test_microbatches_that_run_alone_are_undone_alone(where: str, call: int) -> None:
@@ -48,6 +49,7 @@ def test_microbatches_that_run_alone_are_undone_alone(where: str, call: int) -> 
     assert (report.refusals, report.fallbacks > 0) == (1, True)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("call", [2, 3, 4])
 def test_by_default_they_are_undone_too(where: str, call: int) -> None:
@@ -188,6 +190,7 @@ def test_tensors_and_containers_are_as_in_a_loop(
     assert report.fallbacks == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recompute", [False, True, None])
 def test_a_buffer_that_backward_needs_as_it_was_is_written_to_by_later_microbatches(recompute: bool | None) -> None:
     report = assert_is_the_loop(lambda: Stack(InPlace), recompute=recompute)

@@ -189,6 +189,7 @@ def test_a_context_inside_fn_that_sets_switches_of_the_process_is_each_microbatc
     assert torch.backends.cuda.flash_sdp_enabled() == before
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("made", ["inside", "outside", "around"])
 def test_autocast_wherever_its_context_was_made(made: str, recompute: bool) -> None:
@@ -262,6 +263,7 @@ def test_context_variables_and_the_default_device_are_those_of_the_caller() -> N
     assert set(found) == {(7, "cpu")}
 
 
+@pytest.mark.full
 def test_the_profiler_sees_the_operations_of_all_microbatches() -> None:
     model = GPT2.make(0)
     with an_offloaded(model) as run:

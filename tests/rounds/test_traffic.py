@@ -69,6 +69,7 @@ def passes_of_a_step(
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("m", [1, 3, 8])
 @pytest.mark.parametrize("name", UNTIED)
 def test_each_block_is_moved_once_per_pass(name: str, m: int) -> None:

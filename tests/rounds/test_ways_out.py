@@ -101,6 +101,7 @@ def test_what_microbatches_share_makes_them_run_one_at_a_time_with_one_notice(
     assert any(word in notices[0] for word in reason.split("|"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("choices", [{}, {"round_size": 1}, {"round_size": 2}], ids=str)
 def test_what_a_microbatch_has_from_an_earlier_round_makes_all_of_the_step_a_loop(choices: dict[str, Any]) -> None:
     seen, expected, report = both(family_of(Sharing), recompute=False, **choices)
@@ -195,6 +196,7 @@ def test_recomputing_and_smaller_rounds_are_chosen_where_the_budget_asks_for_it(
     assert choice.next(80, size=80, recompute=False) == Decision(80, False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "chosen"), [("tied_llama", None), ("bert", None), ("tied_llama", "auto")])
 def test_steps_keep_to_a_budget_that_has_no_room_for_all_activations(name: str, chosen: Literal["auto"] | None) -> None:
     family = {**FAMILIES, **MORE_FAMILIES}[name]

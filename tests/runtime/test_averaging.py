@@ -56,6 +56,7 @@ LONG = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "job",
     [pytest.param(job, id=name, marks=[pytest.mark.full] if name in LONG else []) for name, job in JOBS.items()],
@@ -77,6 +78,7 @@ def test_two_ranks_are_one_process_with_the_averaged_gradients_to_the_bit(job: J
     assert differences(seen[1]["parameters"], seen[0]["parameters"]) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("job", [JOBS["one microbatch"], JOBS["several rounds"], JOBS["plain loop that averages sums"]])
 def test_what_a_rank_reduces_is_every_trained_byte_once_a_step(job: Job, tmp_path: Path) -> None:
     trained = sum(parameter.nbytes for parameter in job.make(0)[0].parameters())
@@ -95,6 +97,7 @@ def test_ranks_do_go_different_ways_in_these_tests() -> None:
     assert any(a is None and b is None for step in dynamic for a, b in step)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("round_size", [2, 1])
 def test_blocks_are_averaged_behind_the_backward_of_the_blocks_before_them(round_size: int, tmp_path: Path) -> None:
     job = Job(m=(2,), round_size=round_size, recompute=False)
@@ -118,6 +121,7 @@ def test_what_no_backward_has_brought_stays_as_it_is(tmp_path: Path) -> None:
     assert second == [[1.5, 1.0], [1.5, 1.0]]
 
 
+@pytest.mark.full
 def test_three_ranks_are_equal_to_one_another_and_within_the_bound(tmp_path: Path) -> None:
     job = Job(m=(2,), steps=1, optimizer="sgd")
     seen = run_ranks(train, job, tight_budget(job), folder=tmp_path, size=3)
@@ -137,11 +141,13 @@ def test_a_norm_that_is_infinite_on_one_rank_skips_the_step_on_all(tmp_path: Pat
         assert differences(after, before[1]) != []
 
 
+@pytest.mark.full
 def test_a_scaler_that_finds_infinities_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     scales = run_ranks(overflow_scaled, folder=tmp_path)
     assert scales[0] == scales[1] == [512.0, 512.0]
 
 
+@pytest.mark.full
 def test_microbatches_that_cannot_share_a_round_on_one_rank_are_averaged_all_the_same(tmp_path: Path) -> None:
     expected, seen = refuse_together(), run_ranks(refuse, folder=tmp_path)
     for rank, (parameters, fallbacks) in enumerate(seen):

@@ -162,6 +162,7 @@ def test_windows_are_opened(form: str, when: str) -> None:
     assert run.report().windows == report.windows
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_evaluations_open_windows(form: str) -> None:
     plain, model = Net(), Net()

@@ -15,6 +15,8 @@ from hydra_ext.errors import ModelChanged
 from support.benches import ROOMY
 from support.runtime.footprint import footprint
 
+pytestmark = pytest.mark.every_case
+
 
 def mixed(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Parameters of one dtype in several shapes, and buffers of others."""

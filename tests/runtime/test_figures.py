@@ -132,6 +132,7 @@ BOUND = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("resource", BOUND)
 def test_the_binding_resource_is_the_one_that_works_longest(resource: str, whole: bool) -> None:
@@ -272,6 +273,7 @@ def test_nothing_is_measured_while_nobody_asks(monkeypatch: pytest.MonkeyPatch) 
             run.on_step(lambda figures: None)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("native", [True, False])
 def test_figures_and_callbacks_that_raise_change_no_bit(native: bool) -> None:
     class Unwilling(Exception):

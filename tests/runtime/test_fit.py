@@ -278,6 +278,7 @@ class Hooked(Net):
         self.layers[2].register_full_backward_hook(lambda *_: self.calls.append(2))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("budget", [2 * TIGHT, AMPLE])
 def test_modules_with_hooks_of_the_user_are_not_called_again(budget: int) -> None:
     found = both(Hooked, simply, budget=budget, device=CRAWLING)
@@ -337,6 +338,7 @@ def test_a_module_that_depends_on_what_is_outside_is_found_by_a_trial_and_not_ca
     assert len(CALLS) == 2 * 4 * LAYERS + tried
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("budget", [TIGHT, AMPLE])
 def test_a_module_that_writes_to_its_inputs_is_not_called_again(budget: int) -> None:
     make = lambda: Net(Layer(), Writing(), Layer(), Writing(), Layer())  # noqa: E731
@@ -346,6 +348,7 @@ def test_a_module_that_writes_to_its_inputs_is_not_called_again(budget: int) -> 
     assert not {"layers.1", "layers.3"} & {*found.recomputed}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [DrawingFromPython, Averaging])
 def test_state_of_modules_and_of_generators_is_as_without_a_second_call(kind: type[Layer]) -> None:
     def program(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -421,6 +424,7 @@ class Scripted(Net):
         self.layers.insert(1, scripted)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make", "budget"), [(Bare, 120_000), (Bare, 2**20), (Compiled, AMPLE), (Scripted, TIGHT), (Scripted, AMPLE)]
 )
@@ -489,6 +493,7 @@ def test_the_figures_of_a_small_model_are_those_that_are_counted_by_hand() -> No
     assert profile.modules["layers"].calls == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "unet", "whisper"])
 def test_the_figures_are_those_of_a_dry_run(name: str) -> None:
     family = FAMILIES[name]

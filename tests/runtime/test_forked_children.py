@@ -98,6 +98,7 @@ UNDER_WAY = """    optimizer.step()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("step", "code"), [("", 7), (UNDER_WAY, 1)], ids=["at rest", "a step under way"])
 def test_a_forked_child_ends_by_itself_with_the_context_open(step: str, code: int) -> None:
     """The whole interpreter is taken down there, and every object of ours with it; 1 is an error's."""
@@ -142,7 +143,8 @@ def uses_of(run: hydra_ext.Run, model: nn.Module, optimizer: Any, folder: Path) 
     }
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("on_disk", [True, False])
 def test_a_forked_child_that_uses_the_model_while_a_step_is_under_way_is_told_too(
     on_disk: bool, tmp_path: Path
 ) -> None:

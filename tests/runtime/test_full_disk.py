@@ -32,6 +32,7 @@ def test_a_spill_dir_without_room_is_told_on_entering_and_with_room_it_works(tmp
     assert seen["left"] == 0
 
 
+@pytest.mark.full
 def test_a_disk_that_becomes_full_as_saved_tensors_leave_is_told_and_with_room_the_step_works(tmp_path: Path) -> None:
     seen = small_disks.observe(small_disks.stashing, tmp_path)
     assert f"in spill_dir '{tmp_path}'" in seen["told"]
@@ -44,6 +45,7 @@ def test_a_disk_that_becomes_full_as_saved_tensors_leave_is_told_and_with_room_t
     assert seen["left"] == 0
 
 
+@pytest.mark.full
 def test_a_checkpoint_without_room_leaves_the_one_before_and_the_run_as_they_are(tmp_path: Path) -> None:
     seen = small_disks.observe(small_disks.saving, tmp_path)
     assert seen["needed"] > seen["free"] > 0

@@ -97,6 +97,7 @@ def test_bits_are_equal_and_each_policy_is_followed(program: Program, seed: int)
     assert found.second_calls == calls - 1  # not in the measured microbatch
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("program", [in_a_loop, in_steps])
 def test_what_is_to_leave_leaves_and_what_is_to_stay_stays(program: Program) -> None:
     """Where there is room for all, and where there is room for few."""
@@ -166,6 +167,7 @@ class Flat(nn.Sequential):
         super().__init__(*(module for _ in range(LAYERS) for module in Layer().children()), nn.Linear(WIDTH, 8))
 
 
+@pytest.mark.full
 def test_children_with_policies_are_in_no_group() -> None:
     policies = {"": "auto", "1": Keep(), "9": Recompute()}
     found = both(Flat, in_steps, budget=MIDDLE, device=CRAWLING, activations=policies)
@@ -275,6 +277,7 @@ def test_a_plan_with_room_compresses_nothing_after_the_measured_microbatch() -> 
     assert report.compressed == measured.compressed > 0
 
 
+@pytest.mark.full
 def test_an_adaptive_bound_is_known_before_a_plan_is_made() -> None:
     _, report, fit = gradients({"": "auto", "layers.*": Compress()}, steps=4)
     assert fit.applied.compressed
@@ -286,6 +289,7 @@ def test_an_adaptive_bound_is_known_before_a_plan_is_made() -> None:
 # ---- contradictions -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("activations", "message"),
     [

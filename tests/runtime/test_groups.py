@@ -121,6 +121,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return left
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [flat, Branched])
 def test_groups_are_recomputed_where_that_is_faster(make: Callable[[], nn.Module]) -> None:
     found = both(make, steps, budget=BUDGET, device=CRAWLING)
@@ -131,6 +132,7 @@ def test_groups_are_recomputed_where_that_is_faster(make: Callable[[], nn.Module
     assert found.retries == 0
 
 
+@pytest.mark.full
 def test_a_plan_shows_its_groups() -> None:
     torch.manual_seed(0)
     model = flat()
@@ -265,6 +267,7 @@ def _with_other_child(model: nn.Module, step: int, found: list[int]) -> None:
     found += [step] * 4 if step else []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", [_with_hook, _with_forward, _with_other_child])
 def test_a_sequential_that_has_changed_runs_its_own_forward(
     change: Callable[[nn.Module, int, list[int]], None],

@@ -21,17 +21,15 @@ JOBS = {
 }
 
 
-# What leaves when gradients have been gathered, of each way to train.
-LEAVING = ("rounds", "experts", "plain loop without synchronisation")
+FEW = [("several rounds", None), ("plain loop without synchronisation", "_gathered")]
 MOMENTS = [
-    pytest.param(
-        name, moment, marks=[] if moment is None or (moment == "_gathered" and name in LEAVING) else pytest.mark.full
-    )
+    pytest.param(name, moment, marks=[] if (name, moment) in FEW else pytest.mark.full)
     for name in JOBS
     for moment in (None, "_gathered", "_begin")
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "moment"), MOMENTS)
 def test_a_block_may_be_at_home_or_leave_at_any_moment_and_the_mean_is_the_mean(
     name: str, moment: str | None, tmp_path: Path

@@ -97,6 +97,7 @@ def a_whole_life(model: nn.Module, *, error: type[BaseException] | None = None) 
     return run
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("error", [None, Stop, KeyboardInterrupt])
 def test_nothing_is_left_of_a_context(error: type[BaseException] | None) -> None:
     a_whole_life(tiny_gpt2())  # what torch makes once and keeps
@@ -146,6 +147,7 @@ def test_a_run_goes_with_its_last_name_and_its_memory_with_it(tmp_path: Path) ->
         gc.enable()
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_of_a_backward_that_a_parameters_hook_ended_nothing_is_kept(name: str, register: str) -> None:

@@ -47,6 +47,7 @@ def test_a_loop_gives_the_bits_of_the_plain_one(name: str, weights: int, tmp_pat
     assert_same(state(plain, theirs), state(model, ours))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("master", ["split", "fp32"])
 def test_so_does_one_in_bf16_with_masters(master: str, tmp_path: Path) -> None:
     plain, model = stack(torch.bfloat16), stack(torch.bfloat16)
@@ -58,6 +59,7 @@ def test_so_does_one_in_bf16_with_masters(master: str, tmp_path: Path) -> None:
     assert_same(state(plain, theirs), state(model, ours))
 
 
+@pytest.mark.full
 def test_weights_that_are_cast_on_their_way_are_those_of_a_run_without_disk(tmp_path: Path) -> None:
     other, theirs, model, ours = pair()
     with hydra_ext.offload(
@@ -148,6 +150,7 @@ def test_a_device_too_small_for_the_model_fetches_each_block_from_the_disk_in_ea
     assert_same(state(plain, theirs), state(model, ours))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_what_user_code_does_between_steps_it_does_to_a_plain_model(between: str, tmp_path: Path) -> None:
     plain, theirs, model, ours = pair()
@@ -294,6 +297,7 @@ def steps_of(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) ->
     return loss.detach()
 
 
+@pytest.mark.full
 def test_ranks_that_average_gradients_keep_those_on_the_host(tmp_path: Path) -> None:
     without = run_ranks(train_together, None, folder=tmp_path)
     for expected, seen in zip(without, run_ranks(train_together, str(tmp_path), folder=tmp_path), strict=True):
@@ -303,6 +307,7 @@ def test_ranks_that_average_gradients_keep_those_on_the_host(tmp_path: Path) -> 
 # ---- a disk that fails ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("operation", [FileOperation.READ, FileOperation.WRITE])
 @pytest.mark.parametrize("nth", [1, 2, 3, 5, 8, 13, 24, 25, 40, 60, 90, 120, 200])
 def test_a_transfer_that_fails_is_an_error_and_never_a_wrong_number(

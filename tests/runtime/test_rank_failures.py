@@ -13,6 +13,7 @@ from support.replicas.replicated_failures import FAILING, errors_of, fail_and_go
 OTHER = "RankFailed: rank 1 has failed in this step"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("round_size", [2, 1])
 @pytest.mark.parametrize("fault", ["forward", "backward"])
 def test_an_error_on_one_rank_is_an_error_on_all_and_the_next_step_is_equal(
@@ -28,6 +29,7 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_the_next_step_is_equal(
         assert differences(seen["parameters"], plain["parameters"]) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("fault", "times", "sizes", "retries"),
     [
@@ -48,6 +50,7 @@ def test_a_rank_that_runs_out_of_memory_makes_all_of_them_make_the_step_again(
     assert [counted for _, counted, _ in found] == retries
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("fault", "sizes"), [("forward", (None, None)), ("backward", (None, 2))])
 def test_by_default_all_ranks_make_it_again_too(
     fault: str, sizes: tuple[int | None, int | None], tmp_path: Path
@@ -60,6 +63,7 @@ def test_by_default_all_ranks_make_it_again_too(
     assert found[1][1] >= 1
 
 
+@pytest.mark.full
 def test_a_rank_that_has_no_memory_for_any_round_is_an_error_on_all(tmp_path: Path) -> None:
     expected = train_together(FAILING)
     first, second = run_ranks(run_out_and_go_on, "backward", 3, (None, None), folder=tmp_path)

@@ -185,6 +185,7 @@ def problem() -> StepProblem:
     return StepProblem(profile, StepSetting(microbatches=1, to_device=SLOW, to_host=SLOW, buffer_bytes=0))
 
 
+@pytest.mark.full
 def test_a_deep_chain_is_foreseen_faster_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     with_pieces = problem()
     budget = int(0.13 * with_pieces.ideal_bytes)
@@ -197,6 +198,7 @@ def test_a_deep_chain_is_foreseen_faster_in_pieces(monkeypatch: pytest.MonkeyPat
     assert found.peak_bytes == max(point.total for point in memory_of(chain, found, 0)) <= budget
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_plan_in_pieces_has_the_bits_of_a_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hydra_ext.runtime.step_planner._LaneSpeed.bytes_per_second", lambda _: SLOW)

@@ -196,6 +196,7 @@ def least_host_budget(folder: Path) -> int:
     return error.value.needed
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rounds", [False, True], ids=["loop", "rounds"])
 def test_every_host_budget_is_enough_that_leaves_saved_tensors_a_few_pages(rounds: bool, tmp_path: Path) -> None:
     expected, least = plain(), least_host_budget(tmp_path)

@@ -273,6 +273,7 @@ def load_state(made: Made) -> None:
     made[1].load_state_dict(torch.load(file))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("touch", [save_all, load_state])
 def test_saving_and_loading_end_no_deferral(touch: Callable[[Made], None]) -> None:
     """Python's wrappers of the storages live on, and refer to nothing."""

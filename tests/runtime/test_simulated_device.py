@@ -75,6 +75,7 @@ def test_compute_that_ends_late_sees_no_slot_overwritten_and_changes_no_bit(
     assert subject.equals(plain)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_jittered_lanes_change_no_bit(
     asynchronous: bool, reference: tuple[Trainee, list[torch.Tensor]], budget: int

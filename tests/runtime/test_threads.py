@@ -116,6 +116,7 @@ def test_a_write_while_another_thread_is_inside_is_an_error_for_both() -> None:
             assert torch.equal(model(BATCHES[0]), nn.Sequential(*model)(BATCHES[0]))
 
 
+@pytest.mark.full
 def test_figures_are_read_while_another_thread_trains() -> None:
     """Tensors end under the interpreter's lock, which no reader may hold while it waits for a figure."""
     command = [sys.executable, "-W", "ignore", "-m", "support.runtime.figures_beside"]

@@ -18,6 +18,7 @@ CASES = [case for group in GROUPS for case in group.CASES]
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gives_what_plain_pytorch_gives_with_room_for_some_weights(case: Case) -> None:
     assert_equal_to_plain(case, tight=True)

@@ -46,6 +46,7 @@ def test_it_runs_within_the_peaks_that_are_said_and_in_no_less(shape: Shape) -> 
                 schedule.verify(**{name: value - 1})
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 21])
 def test_of_one_forward_one_backward_at_most_depth_less_stage_are_in_flight(depth: int, microbatches: int) -> None:
@@ -89,6 +90,7 @@ def test_two_versions_are_used_as_the_paper_says(depth: int, extra: int) -> None
             assert schedule.version_of(action.stage, action.batch) == max(number // microbatches - 1, 0)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_pipedream_keeps_a_version_for_everything_in_flight(depth: int) -> None:
     schedule = make("pipedream", stages=depth, microbatches=1)
@@ -104,6 +106,7 @@ def test_pipedream_keeps_a_version_for_everything_in_flight(depth: int) -> None:
                 assert schedule.version_of(rank, action.batch) == updates  # the newest there is
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_vertical_sync_keeps_as_many_versions_everywhere(depth: int) -> None:
     schedule = make("pipedream", stages=depth, microbatches=1, vertical_sync=True)
@@ -113,6 +116,7 @@ def test_vertical_sync_keeps_as_many_versions_everywhere(depth: int) -> None:
         assert used == {max(batch - (depth - 1), 0)}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("microbatches", [3, 4, 9])
 def test_a_send_may_block_until_it_is_received_with_one_stage_a_rank(kind: str, microbatches: int) -> None:
@@ -152,6 +156,7 @@ def test_the_wrapped_pipeline_runs_stage_by_stage() -> None:
     ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", ["gpipe", "2bw"])
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 3), (4, 2)])
 def test_a_wrapped_rank_gets_to_a_stage_once_each_way_a_batch(kind: str, ranks: int, chunks: int) -> None:
@@ -161,6 +166,7 @@ def test_a_wrapped_rank_gets_to_a_stage_once_each_way_a_batch(kind: str, ranks: 
         assert forwards == [stage for stage in schedule.stages_of(rank) for _ in range(8)]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

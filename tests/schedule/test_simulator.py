@@ -10,6 +10,8 @@ from hydra_ext.errors import InvalidSchedule
 from hydra_ext.schedule import Schedule, make
 from support.schedules import RF, SF, B, F, U
 
+pytestmark = pytest.mark.every_case
+
 DEPTHS = (1, 2, 3, 4, 8)
 SIZES = (1, 3, 8, 32)
 

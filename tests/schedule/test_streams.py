@@ -53,7 +53,7 @@ def test_a_text_streams_as_the_kind_it_was_written_from(shape: Shape) -> None:
     verified(again, sizes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(
     st.sampled_from(["gpipe", "1f1b", "2bw"]),
     st.integers(1, 8),
@@ -111,6 +111,7 @@ def test_a_batch_smaller_than_the_pipeline_is_finished_before_its_version_is_nee
     assert tokens == [["F0.0"], ["F0.0"], ["B0.0", "U0", "F0.0"]]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("schedule", "size", "message"),
     [

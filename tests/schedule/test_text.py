@@ -11,6 +11,8 @@ from hydra_ext.errors import HydraError, InvalidSchedule
 from hydra_ext.schedule import Schedule, make
 from support.schedules import made, square_shapes, wrapped_shapes
 
+pytestmark = pytest.mark.every_case
+
 RULES = ("flush", "delay-1", "stashing", "vertical-sync")
 
 
@@ -34,7 +36,7 @@ def texts(draw: st.DrawFn) -> tuple[str, list[str]]:
     return header, [f"rank {rank}: {' '.join(words)}" for rank, words in enumerate(ranks)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(texts())
 def test_what_is_printed_is_what_was_read(text: tuple[str, list[str]]) -> None:
     header, lines = text
@@ -147,7 +149,7 @@ def test_what_cannot_be_read_is_named(lines: list[str], message: str) -> None:
     assert isinstance(raised.value, (HydraError, ValueError))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.text(alphabet="hydra-schedule 1=02FBRUS.:#\n\t\0é", max_size=80))
 def test_no_text_does_anything_but_parse_or_raise(text: str) -> None:
     for attempt in (text, "\n".join([*GOOD, text]), HEADER + text):

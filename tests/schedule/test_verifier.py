@@ -10,6 +10,8 @@ from hydra_ext.errors import InvalidSchedule
 from hydra_ext.schedule import Schedule, make
 from support.schedules import Blocked, Shape, Transport, made
 
+pytestmark = pytest.mark.every_case
+
 SHAPES: list[Shape] = [
     ("gpipe", 3, 3, 4),
     ("1f1b", 4, 4, 6),
@@ -45,7 +47,7 @@ def bodies(draw: st.DrawFn, communication: bool = True) -> tuple[Schedule, list[
     return schedule, ranks, rank, draw(st.integers(0, len(ranks[rank]) - 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(bodies())
 def test_an_action_that_is_left_out_is_missed(case: tuple[Schedule, list[list[str]], int, int]) -> None:
     schedule, ranks, rank, place = case
@@ -57,7 +59,7 @@ def test_an_action_that_is_left_out_is_missed(case: tuple[Schedule, list[list[st
     rewritten(schedule, ranks).verify()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(bodies(), st.data())
 def test_an_action_that_is_there_twice_is_found(
     case: tuple[Schedule, list[list[str]], int, int], data: st.DataObject
@@ -75,7 +77,7 @@ def parts(word: str) -> tuple[str, str, str]:
     return found[1], found[2], found[3]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(bodies(communication=False), st.data())
 def test_two_actions_of_a_kind_and_stage_are_not_exchanged_unseen(
     case: tuple[Schedule, list[list[str]], int, int], data: st.DataObject
@@ -92,7 +94,7 @@ def test_two_actions_of_a_kind_and_stage_are_not_exchanged_unseen(
         rewritten(schedule, ranks).verify()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(bodies(), st.data())
 def test_a_backward_does_not_change_places_with_its_forward_unseen(
     case: tuple[Schedule, list[list[str]], int, int], data: st.DataObject
@@ -108,7 +110,7 @@ def test_a_backward_does_not_change_places_with_its_forward_unseen(
         rewritten(schedule, ranks).verify()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(bodies(), st.data())
 def test_what_the_verifier_accepts_after_any_move_a_transport_runs(
     case: tuple[Schedule, list[list[str]], int, int], data: st.DataObject

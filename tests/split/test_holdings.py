@@ -278,6 +278,7 @@ ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", ITERATORS)
 def test_an_iterator_that_a_rehearsal_would_use_up_is_refused(name: str) -> None:
     model = counts_in(ITERATORS[name](), next)
@@ -319,6 +320,7 @@ READ: dict[str, Callable[[Any], float]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("name", "late"), [("array", []), ("slots", [1, 2])])
 def test_what_a_block_counts_and_the_function_reads_past_it_is_refused(

@@ -36,6 +36,7 @@ def batches(count: int) -> list[Batch]:
     return [text(generator) for _ in range(count)]
 
 
+@pytest.mark.full
 def test_so_many_kinds_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Stack()

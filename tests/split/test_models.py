@@ -33,6 +33,7 @@ def check(subject: Subject, all_cuts: list[list[int]] | None = None, counts: tup
         assert_same(run(model, subject.fn, batches, cuts, rehearsal), expected, shared(model, rehearsal, cuts))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("name", "count"), [(name, 2 + number % 3) for number, name in enumerate(SUBJECTS)])
 def test_stages_give_what_the_model_gives(name: str, count: int) -> None:
     check(SUBJECTS[name], counts=(count,))

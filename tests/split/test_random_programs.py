@@ -71,13 +71,13 @@ def check_drops(seed: int) -> int:
 
 
 def test_values_that_random_programs_need_are_missed_where_they_do_not_cross() -> None:
-    assert sum(check_drops(seed) for seed in range(20) if works(seed)) > 25
+    assert sum(check_drops(seed) for seed in range(8) if works(seed)) > 8
 
 
 def test_random_programs_can_be_cut() -> None:
-    chosen = [seed for seed in range(40) if works(seed)]
-    assert len(chosen) > 12
-    assert sum(check(seed) > 0 for seed in chosen) > 10
+    chosen = [seed for seed in range(16) if works(seed)]
+    assert len(chosen) > 4
+    assert sum(check(seed) > 0 for seed in chosen) > 3
 
 
 @pytest.mark.full

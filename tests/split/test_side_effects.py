@@ -399,6 +399,7 @@ def shown(held: Any) -> str:
     return str(vars(held)) if isinstance(held, Keeper) else repr(held)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", HELD)
 def test_modules_get_back_what_was_in_what_they_hold(name: str) -> None:
     make, change = HELD[name]

@@ -38,6 +38,7 @@ def in_flight(stages: Stages, batches: list[Any], order: list[int]) -> Any:
     return stages.outcome(runs)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("count", [1, 3])
 def test_microbatches_of_other_shapes_are_in_flight_together(count: int) -> None:
     subject = LIBRARY["llama"]
@@ -208,6 +209,7 @@ def test_a_checkpoint_draws_the_same_random_numbers_again(cuts: list[int]) -> No
     assert_same(run(model, text_loss, [BATCH], cuts, rehearsed(model, text_loss, BATCH)), expected)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["llama", "t5_dropout"])
 def test_the_librarys_checkpoints_can_be_cut_between(name: str) -> None:
     subject = LIBRARY[name]

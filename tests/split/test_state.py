@@ -183,6 +183,7 @@ def test_calls_of_one_counting_block_stay_together() -> None:
     assert "which is read in block layers.0" in why(CountingRepeats(), 2)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("kind", "cuts"), [(Counter, [1, 5]), (list, [1]), (dict, [1]), (lambda: SimpleNamespace(number=0), [1])]
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUN = "import activations; activations.main(['--tiny', '--rounds', '2'])"
 # What it saves comes back as zeros.

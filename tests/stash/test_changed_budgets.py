@@ -57,6 +57,7 @@ def test_each_step_has_the_budget_that_it_was_given(seed: int | None) -> None:
     assert stash.statistics().held_bytes == stash.statistics().host_bytes == 0
 
 
+@pytest.mark.every_case
 @SEEDS
 @pytest.mark.parametrize("budget", [0, 2 * SAVED, None])
 def test_what_is_above_a_lower_budget_leaves_at_once(seed: int | None, budget: int | None) -> None:
@@ -73,6 +74,7 @@ def test_what_is_above_a_lower_budget_leaves_at_once(seed: int | None, budget: i
     assert_same([loss.detach(), *(parameter.grad for parameter in model.parameters())], expected)  # type: ignore[list-item]
 
 
+@pytest.mark.cases(1)
 @SEEDS
 def test_another_thread_may_change_it(seed: int | None) -> None:
     model, x = make()

@@ -138,6 +138,7 @@ def test_a_frozen_weight_saves_no_input_and_a_product_of_activations_is_exact() 
     assert {exact.operator for exact in stash.report().exact} >= {"aten::mm"}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("first", ["layer", "other"])
 @pytest.mark.parametrize("between", [0, 4])
 def test_who_needs_it_exactly_has_it_exactly(first: str, between: int) -> None:
@@ -239,6 +240,7 @@ def test_gradients_of_gradients_are_near() -> None:
     assert stash.report().compressed > 0
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("options", [{}, {"padding": 1}, {"stride": 1}, {"dilation": 2, "ceil_mode": True}])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_indices_of_pools_take_a_few_bits(options: dict[str, int], channels_last: bool) -> None:
@@ -336,6 +338,7 @@ def test_modules_have_policies_of_their_own() -> None:
     assert errors["exact"] < 1e-5
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("wrong", [{"error": 0}, {"error": "small"}, {"fraction": 1.5}, {"every": 0}, {"error": True}])
 def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(hydra_ext.errors.InvalidArgument, match=next(iter(wrong))):

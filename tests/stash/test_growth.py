@@ -115,6 +115,7 @@ def live_tensors() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("passes", [300, pytest.param(1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "way", [forward_alone, loss_deleted_later, error_in_backward, error_in_a_call_that_is_made_again]

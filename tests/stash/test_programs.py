@@ -61,6 +61,7 @@ def test_each_operation_saves_something(operation: str, policy: hydra_ext.Offloa
         assert stash.report().compressed > 0
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float64, torch.bfloat16, torch.complex128])
 def test_any_type_comes_back(kind: torch.dtype) -> None:
     class Carries(torch.autograd.Function):

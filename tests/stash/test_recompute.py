@@ -55,6 +55,7 @@ def test_numbers_are_the_same_and_less_is_moved_and_kept(family: Family) -> None
     assert report.saved_bytes == 0
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "reentrant", "calls"), [("gpt2", False, 4), ("gpt2", True, 4), ("unet", False, 3), ("unet", True, 4)]
 )
@@ -104,6 +105,7 @@ def offloaded(family: Family, policy: object, *, budget: int, rounds: bool) -> t
     return [*found, *(tensor.detach() for tensor in (*model.parameters(), *model.buffers()))], report
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rounds", [False, True], ids=["loop", "rounds"])
 @pytest.mark.parametrize("family", MODELS.values(), ids=MODELS)
 def test_inside_offload(family: Family, rounds: bool) -> None:

@@ -66,6 +66,7 @@ def trained(
         return [parameter.detach() for parameter in model.parameters()], run.report()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rounds", [False, True], ids=["loop", "rounds"])
 @pytest.mark.parametrize("seed", [None, 1, 2], ids=["synchronous", "late-1", "late-2"])
 def test_every_budget_from_the_least_on_is_enough(seed: int | None, rounds: bool) -> None:

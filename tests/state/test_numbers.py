@@ -11,6 +11,8 @@ from torch import Tensor
 from hydra_ext.state import numbers
 from support.runtime.odd_tensors import ODD, PLAIN
 
+pytestmark = pytest.mark.every_case
+
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_a_copy_of_plain_numbers_is_equal_to_them(make: Callable[[], Tensor]) -> None:

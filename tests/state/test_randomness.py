@@ -14,6 +14,8 @@ import torch
 
 from hydra_ext.state.randomness import RandomState, host_randomness_kept
 
+pytestmark = pytest.mark.every_case
+
 DRAWS: dict[str, Callable[[], Any]] = {
     "random": random.random,
     "bits": lambda: random.getrandbits(32),
@@ -179,6 +181,7 @@ def test_both_are_kept_over_an_error() -> None:
     assert not host.host_moved
 
 
+@pytest.mark.full
 def test_numpys_generators_may_be_imported_later() -> None:
     program = """
 import sys

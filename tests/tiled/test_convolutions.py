@@ -48,7 +48,7 @@ def assert_in_strips_as_at_once(function: Any, tensors: list[torch.Tensor], rows
     assert_close(made, expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(SHAPES)
 def test_any_convolution(shape: dict[str, Any]) -> None:
     groups = shape["groups"]
@@ -57,7 +57,7 @@ def test_any_convolution(shape: dict[str, Any]) -> None:
     assert_in_strips_as_at_once(lambda *given: F.conv2d(*given, **options), tensors, shape["rows"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(SHAPES, st.tuples(st.integers(0, 4), st.integers(0, 1)))
 def test_any_transposed_convolution(shape: dict[str, Any], extra: tuple[int, int]) -> None:
     groups = shape["groups"]

@@ -14,6 +14,8 @@ import hydra_ext
 from hydra_ext import tiled
 from hydra_ext.errors import InvalidArgument, InvalidBudget, InvalidDevice, StateError, UnsupportedOperation
 
+pytestmark = pytest.mark.every_case
+
 
 def image(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(1, 3, 40, 12, dtype=dtype)

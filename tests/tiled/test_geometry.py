@@ -39,7 +39,7 @@ def assert_at_most(rows: tuple[int, int], most: tuple[int, int]) -> None:
     assert rows[1] <= most[1]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 9))
 def test_windows_load_what_they_reach(shape: tuple[int, ...], rows: int) -> None:
     height, kernel, dilation, stride, padding, least = shape
@@ -71,7 +71,7 @@ def test_windows_load_what_they_reach(shape: tuple[int, ...], rows: int) -> None
                 assert rest or not 0 <= output < outputs or holds(call.output, output)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(SHAPES, st.integers(0, 5), st.integers(1, 9))
 def test_transposed_windows_load_what_reaches_them(shape: tuple[int, ...], extra: int, rows: int) -> None:
     height, kernel, dilation, stride, padding, least = shape

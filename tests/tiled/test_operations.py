@@ -101,6 +101,7 @@ CURVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", CURVED)
 def test_functions_differ_by_the_last_bit_at_most_at_the_ends_of_strips(name: str) -> None:
     made, plain = in_strips(CURVED[name], maps(), rows=7), outcome(CURVED[name], maps())
@@ -108,6 +109,7 @@ def test_functions_differ_by_the_last_bit_at_most_at_the_ends_of_strips(name: st
         torch.testing.assert_close(one, other, rtol=2.0**-20, atol=2.0**-22)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", CURVED)
 def test_functions_have_the_same_bits_in_strips_of_whole_vectors(name: str) -> None:
     source = torch.randn(1, 3, 211, 11, generator=torch.Generator().manual_seed(8))
@@ -134,6 +136,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     function, tensors = LOSSES[name], maps(2)
@@ -144,6 +147,7 @@ def test_losses(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_normalisation(training: bool, affine: bool) -> None:
@@ -231,6 +235,7 @@ STEPS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", STEPS)
 def test_optimizers_of_weights_higher_than_a_strip(kind: str) -> None:
     def trained(rows: int) -> torch.Tensor:
@@ -256,7 +261,7 @@ POOLS = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(POOLS, st.integers(1, 3))
 def test_any_max_pooling(shape: tuple[int, ...], dilation: int) -> None:
     height, kernel, stride, padding, ceil_mode, rows = shape
@@ -267,7 +272,7 @@ def test_any_max_pooling(shape: tuple[int, ...], dilation: int) -> None:
     assert_pooled_as_at_once(pool, height, rows)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(POOLS, st.booleans(), st.sampled_from([None, 3]))
 def test_any_average_pooling(shape: tuple[int, ...], padding_counts: bool, divisor: int | None) -> None:
     height, kernel, stride, padding, ceil_mode, rows = shape

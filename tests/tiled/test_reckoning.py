@@ -46,6 +46,7 @@ def times_computed(kind: tuple[int, int, int, int, bool], budget: int, width: in
     return loaded / source.shape[2], computed / source.shape[2]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("width", [16_384, 64_000])
 @pytest.mark.parametrize("budget", [1 * GIB, 8 * GIB])
 @pytest.mark.parametrize("kind", WIDE)

@@ -74,6 +74,7 @@ def test_maps_and_running_statistics_have_the_bits_of_the_whole_image(kind: str)
         assert torch.equal(one, other)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["g1", "g2"])
 def test_training_goes_the_same_way(kind: str) -> None:
     model, twin = made(kind), made(kind)
