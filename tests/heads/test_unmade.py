@@ -239,6 +239,21 @@ def test_parts_are_those_of_the_whole(rows: int, columns: int) -> None:
         assert torch.allclose(torch.cat([term.columns(at) for at in term.column_parts()], 1), whole, atol=1e-6)
 
 
+def test_with_another_precision_of_products_the_check_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = HeadShape(rows=16, inputs=8, classes=64, has_bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    precisions: list[str] = []
+    monkeypatch.setattr(bits, "_known", {})
+    monkeypatch.setattr(bits, "_is_alike", lambda _: not precisions.append(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            assert has_plain_bits(shape)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert precisions == ["highest", "high"]
+
+
 def test_the_check_finds_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = HeadShape(rows=64, inputs=16, classes=512, has_bias=True, dtype=torch.float32, device=torch.device("cpu"))
     monkeypatch.setattr(bits, "_known", {})
