@@ -11,15 +11,15 @@
 #include <utility>
 
 #include "csrc/plan/chain.h"
+#include "csrc/plan/cheapest_options.h"
 
 namespace hydra {
 
 namespace {
 
 using SegmentChain = std::vector<ActivationSegment>;
-using OptionChain = std::vector<ActivationOption>;
 
-constexpr double kNoSeconds = std::numeric_limits<double>::infinity();
+constexpr double kMostEffort = 1000;
 
 void check_activation_segment(const ActivationSegment& segment, std::size_t number) {
   const SegmentCoding coding = segment.coding.value_or(SegmentCoding());
@@ -51,6 +51,7 @@ void check_activation_problem(const ActivationProblem& problem) {
   }
   HYDRA_EXPECT(problem.machine.to_device > 0 && problem.machine.to_host > 0, PlanError,
                "the lanes need more than 0 bytes a second");
+  HYDRA_EXPECT(problem.machine.host_bytes >= 0, PlanError, "the host has less than 0 bytes for activations");
   HYDRA_EXPECT(problem.machine.disk >= 0, PlanError, "the disk has less than 0 bytes a second");
   HYDRA_EXPECT(std::isfinite(problem.machine.update_seconds) && problem.machine.update_seconds >= 0, PlanError,
                "the optimizer's seconds are negative or not finite");
@@ -89,156 +90,33 @@ std::vector<int> tried_round_sizes(const ActivationProblem& problem) {
   return problem.round_sizes.empty() ? round_sizes(problem.microbatches) : problem.round_sizes;
 }
 
-/// The option with which the segment needs and keeps the least.
-ActivationOption frugal_option(const ActivationSegment& segment, int round_size) {
+/// The options with the lowest peak; null if a segment allows none in rounds of this size. What a segment keeps adds to
+/// what all later ones need, so they are found from the last one on.
+std::optional<OptionChain> frugal_options(const SegmentChain& segments, int round_size) {
   using enum ActivationOption;
-  std::optional<ActivationOption> best;
-  for (const ActivationOption option : {kOffload, kCompress, kRecomputeOffloaded, kRecompute, kKeep}) {
-    if (allows(segment, option, round_size) &&
-        (!best || needed_bytes(segment, option, round_size) < needed_bytes(segment, *best, round_size))) {
-      best = option;
+  OptionChain options(segments.size());
+  Bytes behind = 0;  // the peak of later segments, beside what is kept before them
+  for (std::size_t i = segments.size(); i-- > 0;) {
+    std::optional<std::pair<Bytes, Bytes>> least;  // the peak from here on, and what the segment itself needs
+    for (const ActivationOption option : {kOffload, kCompress, kRecomputeOffloaded, kRecompute, kKeep}) {
+      if (!allows(segments[i], option, round_size)) {
+        continue;
+      }
+      const Bytes needed = needed_bytes(segments[i], option, round_size);
+      const Bytes kept = round_size * kept_bytes(segments[i], option);
+      const std::pair found = {std::max(needed, kept + behind), needed};
+      if (!least || found < *least) {
+        least = found;
+        options[i] = option;
+      }
     }
-  }
-  return best.value_or(kOffload);  // not allowed, so no treatment with it fits
-}
-
-OptionChain frugal_options(const SegmentChain& segments, int round_size) {
-  OptionChain options;
-  for (const ActivationSegment& segment : segments) {
-    options.push_back(frugal_option(segment, round_size));
+    if (!least) {
+      return std::nullopt;
+    }
+    behind = least->first;
   }
   return options;
 }
-
-/// What one second of each counts.
-struct LaneWeights {
-  double compute = 1;
-  double lanes = 1;
-};
-
-/// Which options a candidate may use, where the segment allows another one too.
-struct OptionSet {
-  bool offloads = true;    // and compresses
-  bool recomputes = true;  // from inputs that stay
-  bool recomputes_offloaded = true;
-
-  bool has(ActivationOption option) const {
-    switch (option) {
-      case ActivationOption::kKeep:
-        return true;
-      case ActivationOption::kRecompute:
-        return recomputes;
-      case ActivationOption::kRecomputeOffloaded:
-        return recomputes_offloaded;
-      default:
-        return offloads;
-    }
-  }
-};
-
-/// What candidates share.
-struct TreatmentSetting {
-  std::size_t cut = 0;
-  int round_size = 1;
-  Bytes stash_bytes = 0;
-  Bytes reserved = 0;  // for weights that stay
-};
-
-/// The cheapest options by dynamic programming over kept bytes.
-class CheapestOptions {
- public:
-  CheapestOptions(const ActivationProblem& problem, const TreatmentSetting& setting)
-      : problem_(problem), setting_(setting), segments_(problem.cuts[setting.cut]) {
-    Bytes kept = 0;
-    for (const ActivationSegment& segment : segments_) {
-      kept += setting.round_size * kept_bytes(segment, ActivationOption::kKeep);
-    }
-    room_ = problem.machine.budget - setting.stash_bytes - setting.reserved;
-    constexpr auto kUnits = static_cast<Bytes>(kCells);
-    unit_ = std::max<Bytes>(1, (std::clamp<Bytes>(room_, 0, kept) + kUnits - 1) / kUnits);
-  }
-
-  /// The work of one call of find(), in simulated segments of one microbatch.
-  std::int64_t work() const { return static_cast<std::int64_t>(segments_.size()) * 128; }
-
-  std::optional<OptionChain> find(const LaneWeights& weights, const OptionSet& set) const {
-    const std::size_t count = segments_.size();
-    std::vector<std::vector<double>> costs(count + 1, std::vector<double>(kCells + 1, kNoSeconds));
-    costs[0][0] = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      for (const ActivationOption option : kActivationOptions) {
-        const std::optional<Move> move = move_of(segments_[i], option, weights, set);
-        for (std::size_t k = 0; move && k < move->end; ++k) {
-          double& cost = costs[i + 1][k + move->cells];
-          cost = std::min(cost, costs[i][k] + move->cost);
-        }
-      }
-    }
-    const auto last = std::min_element(costs[count].begin(), costs[count].end());
-    if (*last == kNoSeconds) {
-      return std::nullopt;
-    }
-    return options_to(static_cast<std::size_t>(last - costs[count].begin()), costs, weights, set);
-  }
-
- private:
-  static constexpr std::size_t kCells = 512;
-
-  /// From k cells kept before the segment to k + cells, for k < end.
-  struct Move {
-    std::size_t cells;
-    std::size_t end;
-    double cost;
-  };
-
-  std::optional<Move> move_of(const ActivationSegment& segment, ActivationOption option, const LaneWeights& weights,
-                              const OptionSet& set) const {
-    const bool others = std::ranges::any_of(kActivationOptions, [&](ActivationOption other) {
-      return other != ActivationOption::kKeep && set.has(other) && allows(segment, other, setting_.round_size);
-    });
-    const Bytes left = room_ - needed_bytes_if_allowed(segment, option);
-    if (!allows(segment, option, setting_.round_size) || (!set.has(option) && others) || left < 0) {
-      return std::nullopt;
-    }
-    const Bytes kept = setting_.round_size * kept_bytes(segment, option);
-    const auto cells = static_cast<std::size_t>((kept + unit_ - 1) / unit_);
-    if (cells > kCells) {
-      return std::nullopt;
-    }
-    const auto end = std::min<std::size_t>(static_cast<std::size_t>(left / unit_) + 1, kCells + 1 - cells);
-    const double moved = static_cast<double>(moved_bytes(segment, option));
-    const double lanes = moved / problem_.machine.to_device + moved / problem_.machine.to_host;
-    const double cost = weights.compute * compute_seconds(segment, option) + weights.lanes * lanes;
-    return Move{cells, end, cost * problem_.microbatches};
-  }
-
-  Bytes needed_bytes_if_allowed(const ActivationSegment& segment, ActivationOption option) const {
-    return allows(segment, option, setting_.round_size) ? needed_bytes(segment, option, setting_.round_size) : 0;
-  }
-
-  OptionChain options_to(std::size_t cell, const std::vector<std::vector<double>>& costs, const LaneWeights& weights,
-                         const OptionSet& set) const {
-    OptionChain options(segments_.size());
-    for (std::size_t i = segments_.size(); i-- > 0;) {
-      for (const ActivationOption option : kActivationOptions) {
-        const std::optional<Move> move = move_of(segments_[i], option, weights, set);
-        if (move && cell >= move->cells && cell - move->cells < move->end &&
-            costs[i][cell - move->cells] + move->cost == costs[i + 1][cell]) {
-          options[i] = option;
-          cell -= move->cells;
-          break;
-        }
-      }
-    }
-    return options;
-  }
-
-  const ActivationProblem& problem_;
-  const TreatmentSetting& setting_;
-  const SegmentChain& segments_;
-  Bytes room_ = 0;  // for all else
-  Bytes unit_ = 1;
-};
 
 /// A treatment of a cut, and its seconds.
 struct JudgedTreatment {
@@ -265,19 +143,25 @@ std::vector<Bytes> rising_budgets(Bytes least, Bytes budget) {
 /// Numbers for choices, the same in every run.
 class SearchDraws {
  public:
+  explicit SearchDraws(std::uint64_t seed = 1) : state_(seed) {}
+
   std::size_t below(std::size_t end) {
     state_ = state_ * 6364136223846793005u + 1442695040888963407u;
     return static_cast<std::size_t>(state_ >> 33) % end;
   }
 
  private:
-  std::uint64_t state_ = 1;
+  std::uint64_t state_;
 };
 
 class ActivationSearch {
  public:
-  ActivationSearch(const ActivationProblem& problem, double effort)
-      : problem_(problem), round_sizes_(tried_round_sizes(problem)), work_(static_cast<std::int64_t>(effort * kWork)) {}
+  /// `number`: of the search in a row of them. Where there are too many settings, each search tries others.
+  ActivationSearch(const ActivationProblem& problem, double effort, std::size_t number)
+      : problem_(problem),
+        round_sizes_(tried_round_sizes(problem)),
+        number_(number),
+        work_(static_cast<std::int64_t>(effort * kWork)) {}
 
   /// Not slower than a treatment that fits, if one is known.
   JudgedTreatment find(JudgedTreatment known) {
@@ -303,8 +187,9 @@ class ActivationSearch {
 
  private:
   static constexpr double kWork = 1.5e7;
-  static constexpr std::size_t kAsked = 24;  // settings that are asked all questions
-  static constexpr std::size_t kStarts = 8;  // of the local search
+  static constexpr std::int64_t kForSettings = 1'000'000;  // of work, however small the effort
+  static constexpr std::size_t kAsked = 24;                // settings that are asked all questions
+  static constexpr std::size_t kStarts = 8;                // of the local search
   static constexpr int kFruitless = 200;
 
   struct Start {
@@ -315,11 +200,21 @@ class ActivationSearch {
   /// Settings with their fastest candidates, the fastest first.
   std::vector<Start> candidates() {
     std::vector<Start> starts;
-    for (const TreatmentSetting& setting : settings()) {
+    const std::int64_t until = work_ - std::max(work_ / 2, kForSettings);
+    std::vector<TreatmentSetting> tried = settings();
+    const bool are_too_many = work_of(tried) > work_ - until;
+    if (are_too_many) {
+      shuffle(tried);
+    }
+    for (const TreatmentSetting& setting : tried) {
+      if (are_too_many && work_ < until && !starts.empty()) {
+        break;
+      }
+      const OptionChain frugal = frugal_options(problem_.cuts[setting.cut], setting.round_size).value_or(OptionChain());
       Start start = {setting, {setting.cut, {{}, setting.round_size, setting.stash_bytes}, kNoSeconds}};
-      offer(start, frugal_options(problem_.cuts[setting.cut], setting.round_size));
+      offer(start, frugal);
       for (const ActivationOption option : kActivationOptions) {
-        offer(start, uniform_options(setting, option));
+        offer(start, uniform_options(setting, frugal, option));
       }
       ask(start, {{{1, 1}, {}}});
       if (start.best.seconds < kNoSeconds) {
@@ -339,6 +234,7 @@ class ActivationSearch {
     return starts;
   }
 
+  /// Those that some treatment fits.
   std::vector<TreatmentSetting> settings() const {
     std::vector<TreatmentSetting> found;
     for (std::size_t cut = 0; cut < problem_.cuts.size(); ++cut) {
@@ -347,7 +243,11 @@ class ActivationSearch {
         weights += segment.weight_bytes;
       }
       for (const int round_size : round_sizes_) {
+        const std::optional<OptionChain> frugal = frugal_options(problem_.cuts[cut], round_size);
         for (const Bytes stash_bytes : stash_sizes(problem_.cuts[cut])) {
+          if (!frugal || peak_bytes(problem_.cuts[cut], {*frugal, round_size, stash_bytes}) > problem_.machine.budget) {
+            continue;
+          }
           // The cheapest options do not know that weights that stay need not come again.
           for (const Bytes reserved :
                weights > 0 ? std::vector<Bytes>{0, weights / 2, weights} : std::vector<Bytes>{0}) {
@@ -359,10 +259,30 @@ class ActivationSearch {
     return found;
   }
 
+  /// At most, with all candidates.
+  std::int64_t work_of(const std::vector<TreatmentSetting>& tried) const {
+    std::int64_t work = 0;
+    for (const TreatmentSetting& setting : tried) {
+      const auto count = static_cast<std::int64_t>(problem_.cuts[setting.cut].size());
+      const std::int64_t simulated = count + 40 + 2 * problem_.microbatches * count;
+      work += static_cast<std::int64_t>(kActivationOptions.size() + 2) * simulated + CheapestOptions::work(count);
+    }
+    return work;
+  }
+
+  /// Into an order without a pattern.
+  void shuffle(std::vector<TreatmentSetting>& tried) const {
+    SearchDraws draws(number_ + 1);
+    for (std::size_t left = tried.size(); left > 1; --left) {
+      std::swap(tried[left - 1], tried[draws.below(left)]);
+    }
+  }
+
   /// The option wherever it is allowed, else keep, else what needs the least.
-  OptionChain uniform_options(const TreatmentSetting& setting, ActivationOption option) const {
+  OptionChain uniform_options(const TreatmentSetting& setting, const OptionChain& frugal,
+                              ActivationOption option) const {
     const SegmentChain& segments = problem_.cuts[setting.cut];
-    OptionChain options = frugal_options(segments, setting.round_size);
+    OptionChain options = frugal;
     for (std::size_t i = 0; i < segments.size(); ++i) {
       if (allows(segments[i], option, setting.round_size)) {
         options[i] = option;
@@ -384,7 +304,7 @@ class ActivationSearch {
   void ask(Start& start, std::initializer_list<std::pair<LaneWeights, OptionSet>> questions) {
     const CheapestOptions cheapest(problem_, start.setting);
     for (const auto& [weights, set] : questions) {
-      work_ -= cheapest.work();
+      work_ -= CheapestOptions::work(static_cast<std::int64_t>(problem_.cuts[start.setting.cut].size()));
       if (std::optional<OptionChain> options = cheapest.find(weights, set)) {
         offer(start, std::move(*options));
       }
@@ -526,6 +446,7 @@ class ActivationSearch {
 
   const ActivationProblem& problem_;
   const std::vector<int> round_sizes_;
+  const std::size_t number_;
   std::int64_t work_;
   JudgedTreatment best_;
   std::unordered_map<std::string, double> seen_;
@@ -539,9 +460,14 @@ Bytes least_budget(const ActivationProblem& problem) {
   Bytes least = std::numeric_limits<Bytes>::max();
   for (const SegmentChain& segments : problem.cuts) {
     for (const int round_size : tried_round_sizes(problem)) {
-      least = std::min(least, peak_bytes(segments, {frugal_options(segments, round_size), round_size, 0}));
+      if (const std::optional<OptionChain> frugal = frugal_options(segments, round_size)) {
+        least = std::min(least, peak_bytes(segments, {*frugal, round_size, 0}));
+      }
     }
   }
+  HYDRA_EXPECT(
+      least < std::numeric_limits<Bytes>::max(), PlanError,
+      "in every cut a segment allows no option in rounds of the given sizes: give other sizes, or other options");
   return least;
 }
 
@@ -564,6 +490,7 @@ std::vector<Bytes> stash_sizes(const std::vector<ActivationSegment>& segments) {
 }
 
 ActivationPlan plan_activations(const ActivationProblem& problem, double effort) {
+  HYDRA_EXPECT(effort >= 0 && effort <= kMostEffort, PlanError, "the effort is not from 0 to 1000");
   const Bytes least = least_budget(problem);
   if (least > problem.machine.budget) {
     throw PlanDoesNotFit("no treatment of activations fits " + human_bytes(problem.machine.budget) +
@@ -573,9 +500,9 @@ ActivationPlan plan_activations(const ActivationProblem& problem, double effort)
   const std::vector<Bytes> budgets = rising_budgets(least, problem.machine.budget);
   ActivationProblem smaller = problem;
   JudgedTreatment found;
-  for (const Bytes budget : budgets) {
-    smaller.machine.budget = budget;
-    found = ActivationSearch(smaller, effort / static_cast<double>(budgets.size())).find(std::move(found));
+  for (std::size_t number = 0; number < budgets.size(); ++number) {
+    smaller.machine.budget = budgets[number];
+    found = ActivationSearch(smaller, effort / static_cast<double>(budgets.size()), number).find(std::move(found));
   }
   HYDRA_EXPECT(found.seconds < kNoSeconds, PlanError,
                "no treatment of activations was found that fits both " + human_bytes(problem.machine.budget) +

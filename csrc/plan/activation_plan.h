@@ -8,6 +8,8 @@
 // changed copies of the fastest. A few smaller budgets come first, and hand on what they find.
 //
 // The search counts its work, and ends when the effort is used up: no clock, and the same result on every machine.
+// Where rounds, cuts and sizes of the stash are more than half of the effort can try, it tries some of them, without a
+// pattern. Even without effort a few hundred are tried.
 // Reentrant, without state.
 #pragma once
 
@@ -35,15 +37,16 @@ struct ActivationPlan {
 };
 
 /// The least budget that any treatment fits: that of the neediest segment in the best cut and size of rounds, with
-/// nothing kept but what policies keep. Throws PlanError if the problem makes no sense.
+/// nothing kept but what policies keep. Throws PlanError if the problem makes no sense, or if in every cut a segment
+/// allows no option in rounds of these sizes.
 Bytes least_budget(const ActivationProblem& problem);
 
 /// The sizes of rounds that are tried unless others are given, and those of the stash.
 std::vector<int> round_sizes(int microbatches);
 std::vector<Bytes> stash_sizes(const std::vector<ActivationSegment>& segments);
 
-/// `effort` of 1 is about a tenth of a second. Throws PlanDoesNotFit if the budget is below the least, and PlanError if
-/// the problem makes no sense.
+/// `effort` of 1 is about a tenth of a second, and 1000 is the most. Throws PlanDoesNotFit if the budget is below the
+/// least, and PlanError if the problem makes no sense.
 ActivationPlan plan_activations(const ActivationProblem& problem, double effort = 1.0);
 
 /// What a treatment of a cut takes. Adds to the record, if there is one. Throws PlanDoesNotFit if the treatment's peak

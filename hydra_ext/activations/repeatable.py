@@ -115,9 +115,13 @@ class RepeatableCall:
 
         Raises:
             Deviation: The call differs from the first one.
+            UnsupportedModel: The first call has not ended.
         """
         if self._state is None or self._random is None:
-            raise RuntimeError("a call is repeated before it has ended")
+            raise UnsupportedModel(
+                f"the forward of a {type(self._module).__name__} that is recomputed goes backward through itself "
+                "before it has ended, as torch.autograd.grad does: choose hydra_ext.Offload() or hydra_ext.Keep()"
+            )
         if self._writes_arguments:  # their first numbers are lost, and other code uses the new ones
             raise self.deviation()
         args, kwargs = self._arguments.filled([_by_itself(tensor) for tensor in tensors])

@@ -51,7 +51,7 @@ class HeadShape:
         return 4 * self.logits_bytes + 2 * self.weight_bytes
 
 
-_known: dict[tuple[HeadShape, int], bool] = {}
+_known: dict[tuple[HeadShape, int, str], bool] = {}
 
 
 def has_plain_bits(shape: HeadShape) -> bool:
@@ -60,7 +60,7 @@ def has_plain_bits(shape: HeadShape) -> bool:
     False as well if the plain one cannot run, as without memory for it.
     """
     threads = torch.get_num_threads()
-    key = shape, threads
+    key = shape, threads, torch.get_float32_matmul_precision()
     if key not in _known:
         found: list[bool] = []
         # A thread of its own: allocations are not charged there, and the caller's modes and hooks are not active.

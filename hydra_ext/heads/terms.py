@@ -54,18 +54,25 @@ class Term(ABC):
         size: Rows and columns.
         dtype: Of its elements.
         parts: How it is cut.
+        is_shared: Whether others have its memory, and may write to it unseen. Nothing that is made of it stays unmade.
     """
 
     def __init__(self, size: tuple[int, int], dtype: torch.dtype, parts: Parts) -> None:
         self.size = size
         self.dtype = dtype
         self.parts = parts
+        self.is_shared = False
         self._made: Tensor | None = None
         self._users: weakref.WeakSet[Term] = weakref.WeakSet()
 
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
+
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether its products in parts were compared with plain ones: other products may have other bits."""
+        return False
 
     @abstractmethod
     def _rows(self, at: slice) -> Tensor: ...
@@ -93,6 +100,11 @@ class Term(ABC):
         """What others have made of it does not see a write to it."""
         for user in list(self._users):
             user.whole()
+
+    def share(self) -> None:
+        """Others get its memory. What they write there, terms that were made of it before do not see."""
+        self.before_write()
+        self.is_shared = True
 
     def row_parts(self) -> Iterator[slice]:
         return _cut(self.size[0], self.parts.rows)
@@ -164,6 +176,10 @@ class _Of(Term):
 
 class Cast(_Of):
     """The same numbers in another dtype."""
+
+    @property
+    def is_of_backward(self) -> bool:
+        return self._source.is_of_backward
 
     def _rows(self, at: slice) -> Tensor:
         return self._source.rows(at).to(self.dtype)
@@ -253,8 +269,13 @@ class SoftmaxGradient(_Of):
 
     def __init__(self, gradient: OneOfEach, output: LogSoftmax) -> None:
         super().__init__(output, output.dtype)
+        gradient._users.add(self)
         self._gradient = gradient
         self._output = output
+
+    @property
+    def is_of_backward(self) -> bool:
+        return True
 
     def _rows(self, at: slice) -> Tensor:
         return self._backward(self._gradient.rows(at), self._output.rows(at))

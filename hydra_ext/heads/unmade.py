@@ -19,18 +19,21 @@ from torch.utils._pytree import tree_map
 from hydra_ext.heads.terms import Cast, LogSoftmax, OneOfEach, SoftmaxGradient, Term
 
 _aten: Any = torch.ops.aten
-_RAW = {  # access to memory, without an operator
+_SHARING = {  # give access to memory, without an operator
     Tensor.numpy,
     Tensor.__array__,
-    Tensor.tolist,
     Tensor.data_ptr,
     Tensor.storage,
     Tensor.untyped_storage,
+}
+_RAW = _SHARING | {  # read memory without an operator
+    Tensor.tolist,
     Tensor.__reduce_ex__,
     Tensor.__deepcopy__,
     Tensor.__repr__,
 }
 _LOSS_DTYPES = (torch.float32, torch.float64)
+_IGNORED = -1  # a row without a loss, in targets among one class
 
 
 class Unmade(Tensor):
@@ -56,6 +59,8 @@ class Unmade(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RAW:
+            if func in _SHARING:
+                args[0].term.share()
             return func(args[0].made(), *args[1:], **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -99,12 +104,15 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator on whole tensors. What it writes to, it returns as it was given."""
     givers: dict[int, Unmade] = {}
     writes = func._schema.is_mutable
+    shares = not writes and any(value.alias_info is not None for value in func._schema.returns)
 
     def made(value: Any) -> Any:
         if not isinstance(value, Unmade):
             return value
         if writes:
             value.term.before_write()
+        elif shares:
+            value.term.share()
         whole = value.made()
         givers[id(whole)] = value
         return whole
@@ -143,14 +151,15 @@ def _to_copy(source: Unmade, *, dtype: torch.dtype | None = None, **options: Any
     same = {"device": source.device, "layout": torch.strided}
     if any(value and value != same.get(name) for name, value in options.items()):
         return NotImplemented
-    if dtype is None or not dtype.is_floating_point or source.flipped:
+    if dtype is None or not dtype.is_floating_point or source.flipped or source.term.is_shared:
         return NotImplemented
     return Unmade(Cast(source.term, dtype), source.shape)
 
 
 def _log_softmax(source: Unmade, dim: int, half_to_float: bool) -> Any:
     is_plain = source.dim() == 2 and dim in (1, -1) and not half_to_float and not source.flipped
-    return Unmade(LogSoftmax(source.term)) if is_plain and source.dtype in _LOSS_DTYPES else NotImplemented
+    may_stay = source.dtype in _LOSS_DTYPES and not source.term.is_shared
+    return Unmade(LogSoftmax(source.term)) if is_plain and may_stay else NotImplemented
 
 
 def _nll_loss(source: Any, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Any:
@@ -158,7 +167,7 @@ def _nll_loss(source: Any, target: Tensor, weight: Tensor | None, reduction: int
     if not isinstance(term, LogSoftmax) or weight is not None or target.dim() != 1:
         return NotImplemented
     only, classes = _only_class(target, ignored)
-    return _aten.nll_loss_forward(term.of_classes(classes), only, None, reduction, ignored)
+    return _aten.nll_loss_forward(term.of_classes(classes), only, None, reduction, _IGNORED)
 
 
 def _nll_loss_backward(
@@ -175,14 +184,14 @@ def _nll_loss_backward(
         return NotImplemented
     only, classes = _only_class(target, ignored)
     alone = torch.zeros(term.size[0], 1, dtype=term.dtype, device=term.device)
-    numbers = _aten.nll_loss_backward(gradient, alone, only, None, reduction, ignored, total_weight)
+    numbers = _aten.nll_loss_backward(gradient, alone, only, None, reduction, _IGNORED, total_weight)
     return Unmade(OneOfEach(numbers, classes, term.size[1], term.parts))
 
 
 def _only_class(target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Targets among one class, in which the others' rows stay ignored; and the places of the targets, in one column."""
-    is_ignored = target == ignored
-    return torch.where(is_ignored, target, 0), torch.where(is_ignored, 0, target).unsqueeze(1)
+    """Targets among one class, or ignored; and the places of the targets, in one column."""
+    is_ignored = target == ignored  # which may be 0, as the one class is
+    return torch.where(is_ignored, _IGNORED, 0), torch.where(is_ignored, 0, target).unsqueeze(1)
 
 
 def _log_softmax_backward(gradient: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
@@ -190,11 +199,13 @@ def _log_softmax_backward(gradient: Any, output: Any, dim: int, dtype: torch.dty
     one, logs = terms
     if not isinstance(one, OneOfEach) or not isinstance(logs, LogSoftmax) or dtype != logs.dtype:
         return NotImplemented
+    if one.is_shared or logs.is_shared:
+        return NotImplemented
     return Unmade(SoftmaxGradient(one, logs))
 
 
 def _mm(left: Any, right: Any) -> Any:
-    if not isinstance(left, Unmade) or isinstance(right, Unmade):
+    if not isinstance(left, Unmade) or isinstance(right, Unmade) or not left.term.is_of_backward:
         return NotImplemented
     term, count = left.term, left.size(0)
     made = right.new_empty(count, right.size(1))
@@ -206,7 +217,7 @@ def _mm(left: Any, right: Any) -> Any:
 
 def _sum(source: Unmade, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """A bias's gradient."""
-    if source.dim() != 2 or source.flipped or dims != [0] or dtype is not None:
+    if source.dim() != 2 or source.flipped or dims != [0] or dtype is not None or not source.term.is_of_backward:
         return NotImplemented
     made = torch.empty(source.term.size[1], dtype=source.dtype, device=source.device)
     for at in source.term.column_parts():

@@ -314,6 +314,12 @@ class Fit:
         best = planner.plan(count, sizes, recompute=kind.recompute)
         if best is None or kind.size is not None or count == 1:
             return [] if best is None else [best]
-        sizes = [1] if best.round_size > 1 else list(range(2, count + 1))
+        sizes = [1] if best.round_size > 1 else _sizes_of_rounds(count)
         other = planner.plan(count, sizes, recompute=kind.recompute)
         return [best, other] if other is not None and other.seconds <= _NEAR * best.seconds else [best]
+
+
+def _sizes_of_rounds(count: int) -> list[int]:
+    """Sizes that are worth a trial, of more than one microbatch: powers of two, a third of all, a half, and all."""
+    powers = (1 << power for power in range(1, count.bit_length()))
+    return sorted({*powers, -(-count // 3), -(-count // 2), count} - {1})

@@ -206,7 +206,7 @@ class StepPlanner:
         )
 
     def plan(self, microbatches: int, round_sizes: Sequence[int], *, recompute: bool) -> PlannedStep | None:
-        """The best plan with one of these sizes of rounds; None if none fits the budget."""
+        """The best plan with one of these sizes of rounds; None if none fits, or the planner takes no such step."""
         if self.profile is None:
             return None
         to_device, to_host, disk = (lane.bytes_per_second() for lane in self._lanes)
@@ -220,8 +220,8 @@ class StepPlanner:
             slowness=self._slowness,
         )
         wishes = Wishes(given=self._saving.given.policies, coding_of=self._coding.of)
-        problem = StepProblem(self.profile, setting, self._homes(disk), wishes=wishes)
         try:
+            problem = StepProblem(self.profile, setting, self._homes(disk), wishes=wishes)
             found = problem.solve(int(self._budget * self._share))
         except PlanError as error:
             logger.info("no plan for a step's activations: %s", error)

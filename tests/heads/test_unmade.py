@@ -44,6 +44,8 @@ IN_ROWS: dict[str, Loss] = {
     "sum": lambda y, t: flat(y, t, reduction="sum") / 7,
     "each": lambda y, t: flat(y, t, reduction="none").square().sum(),
     "another ignored class": lambda y, t: flat(y, t.clamp(min=4), ignore_index=4),
+    "the first class ignored": lambda y, t: flat(y, t.clamp(min=0), ignore_index=0),
+    "the first class ignored, sum": lambda y, t: flat(y, t.clamp(min=0), ignore_index=0, reduction="sum"),
     "module": lambda y, t: nn.CrossEntropyLoss()(y.view(-1, CLASSES), t.view(-1)),
     "two functions": lambda y, t: functional.nll_loss(y.view(-1, CLASSES).log_softmax(-1), t.view(-1)),
 }
@@ -68,11 +70,35 @@ def written_after(logits: Tensor, target: Tensor) -> Tensor:
     return functional.nll_loss(found, target.view(-1))
 
 
+def part_written_after(logits: Tensor, target: Tensor) -> Tensor:
+    found = flat(logits, target)
+    logits.detach()[..., 1::2] = -5.0
+    return found
+
+
+def part_taken_before(logits: Tensor, target: Tensor) -> Tensor:
+    part = logits.detach().view(-1, CLASSES)[:, ::2]
+    found = flat(logits, target) + flat(logits.float(), target)
+    part.fill_(-3.0)
+    return found
+
+
+def array_written(logits: Tensor, target: Tensor) -> Tensor:
+    found = flat(logits.double(), target)
+    logits.detach().numpy()[...] = 0
+    return found
+
+
 WHOLE: dict[str, Loss] = {
     "scaled": lambda y, t: flat(y / 3, t),
     "metrics": with_metrics,
     "written to": written_to,
     "written after": written_after,
+    "part written after": part_written_after,
+    "part taken before": part_taken_before,
+    "array written": array_written,
+    "another product": lambda y, t: (y.view(-1, CLASSES) @ y.detach().new_ones(CLASSES, 3)).square().mean(),
+    "sum of columns": lambda y, t: y.view(-1, CLASSES).sum(0).square().mean(),
     "smooth": lambda y, t: flat(y, t, label_smoothing=0.1),
     "weighted": lambda y, t: flat(y, t, weight=torch.linspace(0.5, 2, CLASSES)),
     "probabilities": lambda y, t: functional.cross_entropy(y, torch.softmax(y.detach() * 2, 2)),
@@ -213,6 +239,21 @@ def test_parts_are_those_of_the_whole(rows: int, columns: int) -> None:
         assert whole.shape == term.size == (rows, columns)
         assert torch.equal(torch.cat([term.rows(at) for at in term.row_parts()]), whole)
         assert torch.allclose(torch.cat([term.columns(at) for at in term.column_parts()], 1), whole, atol=1e-6)
+
+
+def test_with_another_precision_of_products_the_check_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = HeadShape(rows=16, inputs=8, classes=64, has_bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    precisions: list[str] = []
+    monkeypatch.setattr(bits, "_known", {})
+    monkeypatch.setattr(bits, "_is_alike", lambda _: not precisions.append(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            assert has_plain_bits(shape)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert precisions == ["highest", "high"]
 
 
 def test_the_check_finds_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,32 @@ def test_what_is_given_counts_for_the_least_budget_and_needs_an_option_that_is_p
         _C.least_activation_budget([[segment(), segment(options=[AGAIN])]])
 
 
+def test_what_early_segments_keep_counts_for_the_least_budget_of_later_ones() -> None:
+    """By itself a segment needs less to be kept than to run again. But then it keeps more before the others."""
+    chain = [segment(options=[KEEP, AGAIN], recompute=_C.RecomputeScope.IN_ROUNDS, nested=(95, 1.0))] * 3
+    assert _C.least_activation_budget([chain]) == 10 + 10 + 100 + 7
+    plan = _C.plan_activations([chain], microbatches=2, budget=127)
+    assert (plan.options, plan.round_size, plan.peak_bytes) == ([AGAIN, AGAIN, KEEP], 1, 127)
+
+
+def test_options_and_sizes_of_rounds_that_contradict_each_other_are_told() -> None:
+    alone = segment(options=[AGAIN], recompute=_C.RecomputeScope.ALONE)
+    with pytest.raises(PlanError, match="no option in rounds of the given sizes"):
+        _C.least_activation_budget([[segment(), alone]], round_sizes=[2])
+    plan = _C.plan_activations([[alone], [segment()]], microbatches=2, budget=1000, round_sizes=[2])
+    assert plan.cut == 1
+
+
+def test_a_search_among_many_rounds_and_cuts_ends() -> None:
+    """Asking all of them would take minutes."""
+    draw = random.Random(0)
+    cuts = [[segment(saved_fresh=draw.randrange(50, 99), weight_bytes=30) for _ in range(100)] for _ in range(8)]
+    many = {"microbatches": 512, "round_sizes": [*range(2, 513)], "to_device": 90.0, "to_host": 110.0}
+    plan = _C.plan_activations(cuts, budget=20_000, effort=0.1, **many)
+    assert plan.peak_bytes <= 20_000
+    assert plan.seconds < math.inf
+
+
 def test_of_plans_that_are_as_fast_the_one_that_moves_less_is_taken() -> None:
     chain = [segment(), segment(options=[OFFLOAD]), segment()]
     assert _C.plan_activations([chain], microbatches=1, budget=1000).options == [KEEP, OFFLOAD, KEEP]
@@ -208,6 +234,8 @@ def test_a_budget_that_is_too_small_names_the_one_that_is_not() -> None:
         ([[segment()]], {"microbatches": 0}, "1 to 1023 microbatches"),
         ([[segment()]], {"to_host": 0.0}, "more than 0 bytes a second"),
         ([[segment()]], {"update_seconds": -1.0}, "the optimizer's seconds"),
+        ([[segment()]], {"host_bytes": -1}, "the host has less than 0 bytes"),
+        ([[segment()]], {"effort": math.nan}, "the effort is not from 0 to 1000"),
         ([[segment()]], {"budget": 50, "host_bytes": 1}, "on the host: give more of either"),
     ],
 )

@@ -473,6 +473,16 @@ def profile_of(make: Callable[[], nn.Module], given: Any, loss: Callable[[nn.Mod
     return profile
 
 
+def test_a_step_of_more_microbatches_than_the_planner_takes_has_no_plan_and_raises_nothing() -> None:
+    model = Net()
+    with hydra_ext.offload(model, optimizer_of(model), budget=AMPLE, device=SimulatedDevice()) as run:
+        run.step(data(1), lambda x: loss_of(model, x))
+        assert run.fit is not None
+        planner = run.fit.planner
+        assert planner.plan(1023, [1], recompute=False) is not None
+        assert planner.plan(1024, [1], recompute=False) is None
+
+
 def test_the_figures_of_a_small_model_are_those_that_are_counted_by_hand() -> None:
     profile = profile_of(Net, data(1)[0], loss_of)
     row, wide = 4 * ROWS * WIDTH, 16 * ROWS * WIDTH  # bytes of what layers take, and of what is inside

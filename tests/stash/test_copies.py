@@ -140,6 +140,22 @@ def test_a_full_disk_raises_where_a_tensor_is_saved_and_loses_nothing(tmp_path: 
         assert torch.equal(stash.unpack(kept), each)
 
 
+def test_on_a_full_disk_room_of_much_larger_copies_is_used_again(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    stash = Limited(tmp_path, limit=100 * PAGE, files=files)  # in chunks of ten pages
+    host = [stash.pack(torch.ones(25 * PAGE // 4)) for _ in range(2)]
+    large = stash.pack(torch.ones(10 * PAGE // 4))
+    stash.core.statistics()
+    del large
+    files.fail(FileOperation.ALLOCATE, FileFault.ERROR, 1, persistent=True, error=errno.ENOSPC)
+    given = torch.randn(300)
+    saved = stash.pack(given.clone())
+    stash.core.statistics()
+    assert stash.core.copies().disk_bytes == 10 * PAGE
+    assert torch.equal(stash.unpack(saved), given)
+    assert len(host) == 2
+
+
 def test_without_room_for_a_page_on_its_way_nothing_leaves(tmp_path: Path) -> None:
     stash = Limited(tmp_path, limit=5 * PAGE - 1)
     given, saved = on_disk(stash)

@@ -68,6 +68,18 @@ def test_scripted_modules_are_refused() -> None:
         hydra_ext.stash({"0": hydra_ext.Recompute()}, model=model, device="simulated")
 
 
+def test_a_forward_that_goes_backward_through_itself_is_refused() -> None:
+    class Gradient(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).tanh()
+            return y + torch.autograd.grad(y.sum(), self.weight, create_graph=True)[0]
+
+    model = nn.Sequential(Gradient(8, 8))
+    stash = hydra_ext.stash({"0": hydra_ext.Recompute()}, model=model, device="simulated")
+    with stash, pytest.raises(UnsupportedModel, match="goes backward through itself before it has ended"):
+        model(torch.randn(8, 8))
+
+
 # ---- what is as it was ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("eager_exit", [True, False])
 def test_the_model_is_as_before_after_the_context(eager_exit: bool) -> None:

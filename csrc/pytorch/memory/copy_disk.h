@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -34,6 +35,9 @@ class CopyDisk final {
   LaneStatistics statistics(DiskDirection direction) const { return lane_.statistics(direction); }
 
  private:
+  /// A free extent of that size, if there is one.
+  std::optional<std::int32_t> take_free(Bytes least, Bytes most);
+
   const std::shared_ptr<FileOperations> files_;
   SpillFile file_;
   DiskLane lane_;
