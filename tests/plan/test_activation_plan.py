@@ -173,7 +173,7 @@ def test_what_is_given_counts_for_the_least_budget_and_needs_an_option_that_is_p
 
 def test_what_early_segments_keep_counts_for_the_least_budget_of_later_ones() -> None:
     """By itself a segment needs less to be kept than to run again. But then it keeps more before the others."""
-    chain = [segment(options=[KEEP, AGAIN], recompute=_C.RecomputeScope.IN_ROUNDS, nested=(95, 1.0))] * 3
+    chain = [segment(options=[KEEP, AGAIN], recompute=_C.RecomputeScope.IN_ROUNDS, second=(95, 1.0))] * 3
     assert _C.least_activation_budget([chain]) == 10 + 10 + 100 + 7
     plan = _C.plan_activations([chain], microbatches=2, budget=127)
     assert (plan.options, plan.round_size, plan.peak_bytes) == ([AGAIN, AGAIN, KEEP], 1, 127)
