@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hydra_ext.runtime.step_planner import PlannedStep
 
-_TIMED = 3  # steps by a plan, before it is compared
+_TURNS = 2  # of each plan, before they are compared
+_TIMED = 2  # steps of a turn that count
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,23 @@ class StepSeconds:
 class PlanTrials:
     """The plans for steps of one kind, and their times.
 
-    Of a plan's steps the first is slower than those that follow and not counted. The shortest of the next ones is the
-    plan's time: what else the machine does makes a step longer and never shorter.
+    Plans take turns, since a machine is faster at some times than at others. Of a turn's steps the first is slower than
+    those that follow and not counted. The shortest of the others is the plan's time: what else the machine does makes a
+    step longer and never shorter.
 
     Attributes:
         planned: The step as it runs now.
-        candidates: Other plans, to be timed.
         seconds: Of the shortest step by each plan so far; of its compute likewise.
         replans: Number of times that a forecast was far off.
     """
 
     def __init__(self, plans: list[PlannedStep]) -> None:
-        self.planned, *self.candidates = plans
         self.seconds: dict[PlannedStep, StepSeconds] = {}
         self.replans = 0
+        self._turns = plans * _TURNS if len(plans) > 1 else [*plans]  # to come
+        self.planned = self._turns.pop(0)
         self._is_cold = True
-        self._left = _TIMED  # steps by the present plan, before another is timed or the fastest is taken
+        self._left = _TIMED  # steps of this turn
 
     def note(self, took: StepSeconds) -> bool:
         """Notes a step's time. Returns whether all plans have been timed now: the fastest is taken."""
@@ -62,27 +64,29 @@ class PlanTrials:
         if self._left == 0:
             return False
         self._left -= 1
-        if self._left > 0 or self._take_candidate():
+        if self._left > 0:
+            return False
+        if self._turns:
+            self._begin_turn()
             return False
         self._take(min(self.seconds, key=lambda plan: self.seconds[plan].seconds))
         return True
 
     def try_also(self, plans: list[PlannedStep]) -> None:
-        """Has those timed that were not. Equal ones are replaced: their forecasts are newer."""
-        self.candidates = [plan for plan in plans if plan not in self.seconds]
+        """Has those timed that were not, beside the fastest. Equal ones are replaced: their forecasts are newer."""
         for plan in plans:
             if plan in self.seconds:
                 self.seconds[plan] = self.seconds.pop(plan)
             if plan == self.planned:
                 self.planned = plan
-        self._take_candidate()
+        new = [plan for plan in plans if plan not in self.seconds]
+        if new:
+            self._turns = [*new, self.planned] * _TURNS
+            self._begin_turn()
 
-    def _take_candidate(self) -> bool:
-        if not self.candidates:
-            return False
-        self._take(self.candidates.pop(0))
+    def _begin_turn(self) -> None:
+        self._take(self._turns.pop(0))
         self._left = _TIMED
-        return True
 
     def _take(self, planned: PlannedStep) -> None:
         self._is_cold = planned is not self.planned
