@@ -1,8 +1,7 @@
 """Offloaded training equals plain training bit for bit: families x budgets x optimizers x what users do around them.
 
-By default a sample in which every choice occurs, in a few steps; with the mark ``full`` many steps of samples in which
-every pair and every triple meets, and of the product of families, budgets, optimizers and one thing at a time that
-users do.
+By default a sample in which every pair of choices meets, in a few steps; with the mark ``full`` many steps of that
+sample and of every triple, and of the product of families, budgets, optimizers and one thing at a time that users do.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ def _one_at_a_time() -> list[Case]:
     return [_case(row) for row in rows if _allowed(row)]
 
 
-SAMPLE, PAIRS, TRIPLES = (
-    [_case(row) for row in covering_rows(CHOICES, strength=strength, allowed=_allowed)] for strength in (1, 2, 3)
+PAIRS, TRIPLES = (
+    [_case(row) for row in covering_rows(CHOICES, strength=strength, allowed=_allowed)] for strength in (2, 3)
 )
 REST = [case for case in dict.fromkeys((*_one_at_a_time(), *TRIPLES)) if case not in PAIRS]
 
@@ -129,8 +128,8 @@ def _check_reports(case: Case, reports: list[Any], *, updated: int, gradients: i
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_a_sample_with_every_choice_trains_as_plain_pytorch(case: Case) -> None:
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_a_sample_with_every_pair_of_choices_trains_as_plain_pytorch(case: Case) -> None:
     check_equal_to_plain(case, FEW_STEPS)
 
 

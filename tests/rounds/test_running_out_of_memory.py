@@ -47,9 +47,7 @@ def _allowed(row: dict[str, Any]) -> bool:
     return not (row.get("home") == "disk" and row.get("before") and row.get("where") == "backward")  # see below
 
 
-SAMPLE = [
-    Case(**row) for row in covering_rows({**FACTORS, "block": [0, LAYERS - 1, LAYERS]}, strength=1, allowed=_allowed)
-]
+SAMPLE = [Case(**row) for row in covering_rows(FACTORS, allowed=_allowed)]
 EVERY = [
     Case(**row) for values in product(*FACTORS.values()) if _allowed(row := dict(zip(FACTORS, values, strict=True)))
 ]
