@@ -37,6 +37,7 @@ STRICT = 1  # byte of room: saved tensors leave at once, and come when they are 
 _MOST_FAILURES = 3  # in one step, before the frugal way
 _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
 _REPLANS = 3  # because a forecast was far off
+_REMEDIES = "or shrink the batch, or leave round_size= in run.step and blocks= open"  # the rest has been tried
 _LOOK_AGAIN = 20  # frugal steps after which a microbatch is measured anew: others may have come
 
 
@@ -106,6 +107,7 @@ class Fit:
     def __init__(self, owner: FitOwner, saving: Saving, heads: Heads, spilling: Spilling | None = None) -> None:
         self._owner = owner
         self.heads = heads
+        owner.core.arrivals.timeline.advise(_REMEDIES)
         self._saving = saving
         self._spilling = spilling
         self._planner: StepPlanner | None = None

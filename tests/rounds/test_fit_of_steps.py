@@ -95,6 +95,30 @@ def test_what_is_far_too_small_is_told_and_not_tried_for_ever() -> None:
     assert not fits(lambda budget: train(SUBJECTS["tied"], budget), least_by_hand("tied") // 2)
 
 
+@pytest.mark.parametrize("looped", [False, True])
+def test_the_error_says_what_is_needed_and_nothing_that_was_tried_already(looped: bool) -> None:
+    model = Scaled()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    data = torch.randn(4096, 32)
+
+    def step(run: hydra_ext.Run) -> None:
+        if looped:
+            model(data).sum().backward()
+        else:
+            run.step([data], lambda x: model(x).sum())
+
+    with (
+        hydra_ext.offload(model, optimizer_of(model), budget=weights + data.nbytes, device=SimulatedDevice()) as run,
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        step(run)
+    text = str(caught.value)
+    for part in ("this moment needs", "Raise the budget; or shrink the batch", "round_size="):
+        assert part in text
+    for part in ("Offload()", "Recompute()", "recompute=True"):
+        assert part not in text
+
+
 # ---- batches that change --------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,8 @@ void bind_windows(py::module_& module) {
         windows.exit(!type.is_none());
       });
   py::class_<MemoryTimeline>(module, "MemoryTimeline", "What the device held when passes reached blocks.")
+      .def("advise", &MemoryTimeline::advise, py::arg("remedies"),
+           "What helps beside a larger budget, for messages. Called before the first pass.")
       .def("record", &MemoryTimeline::record, py::arg("samples"))
       .def("samples", &MemoryTimeline::samples);
   py::class_<Arrivals>(module, "Arrivals", "Passes arrive at blocks, and leave them.")

@@ -65,9 +65,7 @@ std::string MemoryTimeline::explain() const {
   return "While running " + std::string(pass) +
          (block < 0 ? std::string() : " of block '" + blocks_.name(block) + "'") + ", the device held " +
          memory_.describe() + "; in slots: " + pager_.describe_residents() +
-         ". Nothing more can leave the device. Raise the budget; or offload or recompute activations "
-         "(activations=hydra_ext.Offload() or hydra_ext.Recompute(), recompute=True in run.step); or run fewer "
-         "microbatches together (round_size= in run.step), name smaller blocks=, or shrink the batch." +
+         ". Nothing more can leave the device. Raise the budget; " + remedies_ + "." +
          (obstacle.empty() ? obstacle : " " + obstacle + ".");
 }
 

@@ -44,6 +44,8 @@ class MemoryTimeline {
   std::vector<MemorySample> samples() const;
   /// What else to ask why nothing leaves; it returns an empty text if it does not know. Called before the first pass.
   void ask_also(std::function<std::string()> obstacle) { obstacle_ = std::move(obstacle); }
+  /// What helps beside a larger budget, for messages. Called before the first pass.
+  void advise(std::string remedies) { remedies_ = std::move(remedies); }
   /// The second half of an out-of-memory message: where the run is, what the device holds, and what to change.
   std::string explain() const;
 
@@ -55,6 +57,10 @@ class MemoryTimeline {
   const ModelBlocks& blocks_;
   const Pager& pager_;
   std::function<std::string()> obstacle_;
+  std::string remedies_ =
+      "or offload or recompute activations (activations=hydra_ext.Offload() or hydra_ext.Recompute(), recompute=True "
+      "in run.step); or run fewer microbatches together (round_size= in run.step), name smaller blocks=, or shrink the "
+      "batch";
   std::atomic<PassKind> pass_{PassKind::kForward};
   std::atomic<std::int32_t> block_{-1};
   mutable std::mutex mutex_;
