@@ -1665,6 +1665,10 @@ class MemoryTimeline:
     """
     What the device held when passes reached blocks.
     """
+    def advise(self, remedies: str) -> None:
+        """
+        What helps beside a larger budget, for messages. Called before the first pass.
+        """
     def record(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def samples(self) -> list[MemorySample]: ...
 

@@ -24,14 +24,13 @@ from hydra_ext.activations.groups import Span
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.placement.spilling import Spilling
-from hydra_ext.runtime.plan_trials import PlanTrials, StepSeconds
 from hydra_ext.runtime.rounds.choice import Decision
 from hydra_ext.tracing import nothing_traced
 
 if TYPE_CHECKING:
     from hydra_ext.heads.calls import Heads
     from hydra_ext.plan.steps.forecast import Plan
-    from hydra_ext.runtime.step_planner import PlannedStep, StepPlanner
+    from hydra_ext.runtime.step_planner import PlannedStep, PlanTrials, StepPlanner, StepSeconds
 
 STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
 _MOST_FAILURES = 3  # in one step, before the frugal way
@@ -215,6 +214,8 @@ class Fit:
             trials.try_also(self._plans())
 
     def _now(self) -> StepSeconds:
+        from hydra_ext.runtime.step_planner import StepSeconds
+
         on_gpu = self._owner.device.type == "cuda"
         return StepSeconds(time.perf_counter(), None if on_gpu else time.thread_time())
 
@@ -300,6 +301,8 @@ class Fit:
     def _trials_now(self) -> PlanTrials | None:
         """The plans for the present kind of step; None if none fits."""
         if self._kind not in self._trials:
+            from hydra_ext.runtime.step_planner import PlanTrials
+
             plans = self._plans()
             if plans:
                 self._trials[self._kind] = PlanTrials(plans)

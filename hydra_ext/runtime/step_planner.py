@@ -1,4 +1,4 @@
-"""Plans the steps of a run from what one microbatch cost there."""
+"""Plans the steps of a run from what one microbatch cost there, and times plans that forecasts cannot tell apart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from hydra_ext.profile.figures import BlockFigures
 from hydra_ext.runtime.fit import STRICT, FitOwner
 from hydra_ext.runtime.placement.residents import buffer_bytes
 from hydra_ext.runtime.placement.spilling import Spilling
-from hydra_ext.runtime.plan_trials import StepSeconds
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,34 @@ _CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in
 _TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
 _OFF = 0.3  # a step that differs by more from its forecast is planned again
 _COMPUTE_OFF = 0.1  # so is one whose compute does, where that is known
+_TURNS = 2  # of each plan that is timed, before they are compared
+_TIMED = 2  # steps of a turn that count
 _LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
 _CODED_NUMBERS = 2**18  # that are compressed to find the codec's speed
 _CODING_TRIALS = 3
 _NOTHING = Profile(modules={"": ModuleFigures(name="")})  # of a model whose forward was not seen
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """What a step took, or a moment by the same clocks.
+
+    Attributes:
+        seconds: In all.
+        computed: Of the thread that computes, without waits; None on a GPU, where no thread does.
+    """
+
+    seconds: float
+    computed: float | None = None
+
+    def since(self, begin: StepSeconds) -> StepSeconds:
+        computed = None if self.computed is None or begin.computed is None else self.computed - begin.computed
+        return StepSeconds(self.seconds - begin.seconds, computed)
+
+    def or_less(self, other: StepSeconds) -> StepSeconds:
+        """The less of each."""
+        computed = None if self.computed is None or other.computed is None else min(self.computed, other.computed)
+        return StepSeconds(min(self.seconds, other.seconds), computed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +155,64 @@ class PlannedStep:
 
     def __hash__(self) -> int:
         return hash(self._treatment())
+
+
+class PlanTrials:
+    """The plans for steps of one kind, and their times.
+
+    Plans take turns, since a machine is faster at some times than at others. Of a turn's steps the first is slower than
+    those that follow and not counted. The shortest of the others is the plan's time: what else the machine does makes a
+    step longer and never shorter.
+
+    Attributes:
+        planned: The step as it runs now.
+        seconds: Of the shortest step by each plan so far; of its compute likewise.
+        replans: Number of times that a forecast was far off.
+    """
+
+    def __init__(self, plans: list[PlannedStep]) -> None:
+        self.seconds: dict[PlannedStep, StepSeconds] = {}
+        self.replans = 0
+        self._turns = plans * _TURNS if len(plans) > 1 else [*plans]  # to come
+        self.planned = self._turns.pop(0)
+        self._is_cold = True
+        self._left = _TIMED  # steps of this turn
+
+    def note(self, took: StepSeconds) -> bool:
+        """Notes a step's time. Returns whether all plans have been timed now: the fastest is taken."""
+        if self._is_cold:
+            self._is_cold = False
+            return False
+        self.seconds[self.planned] = took.or_less(self.seconds.get(self.planned, took))
+        if self._left == 0:
+            return False
+        self._left -= 1
+        if self._left == 0 and self._turns:
+            self._begin_turn()
+        if self._left > 0:
+            return False
+        self._take(min(self.seconds, key=lambda plan: self.seconds[plan].seconds))
+        return True
+
+    def try_also(self, plans: list[PlannedStep]) -> None:
+        """Has those timed that were not, beside the fastest. Equal ones are replaced: their forecasts are newer."""
+        for plan in plans:
+            if plan in self.seconds:
+                self.seconds[plan] = self.seconds.pop(plan)
+            if plan == self.planned:
+                self.planned = plan
+        new = [plan for plan in plans if plan not in self.seconds]
+        if new:
+            self._turns = [*new, self.planned] * _TURNS
+            self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._take(self._turns.pop(0))
+        self._left = _TIMED
+
+    def _take(self, planned: PlannedStep) -> None:
+        self._is_cold = planned is not self.planned
+        self.planned = planned
 
 
 def _differs(measured: float, foreseen: float, share: float) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hydra_ext
 from hydra_ext import SimulatedDevice
-from hydra_ext.runtime.plan_trials import PlanTrials, StepSeconds
+from hydra_ext.runtime.step_planner import PlanTrials, StepSeconds
 from support.runtime.fitted import optimizer_of
 from support.runtime.layered import WIDTH, Layered, data, loss_of
 
