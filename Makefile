@@ -97,7 +97,7 @@ $(BUILD)/.modules: FORCE
 
 # The stamp is in the clone, not in the venv: a venv that several clones use must not vouch for this clone's build.
 $(BUILD)/.built: $(VENV)/.deps $(SRC) $(BUILD)/.modules
-	$(PIP) --no-build-isolation --no-deps --force-reinstall --editable . -Cbuild-dir=$(BUILD)
+	$(PIP) --no-build-isolation --no-deps --force-reinstall --editable . --config-settings=build-dir=$(BUILD)
 	@sed -n 's/^WITHOUT_CUDA = "\(..*\)"/hydra_ext was built without CUDA kernels: \1/p' $(BUILD)/_build_info.py
 	@touch $@
 
@@ -134,7 +134,7 @@ endef
 other-key: $(VENV)/.deps-test ## tests of operators, in a build with the other dispatch key for device parameters
 	$(call venv_beside,build/other-key)
 	$(PYTHON) -m pip --python build/other-key/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . \
-	  -Cbuild-dir=$(BUILD)-other-key -Ccmake.define.HYDRA_FAULT_KEY=TESTING_ONLY_GenericWrapper
+	  --config-settings=build-dir=$(BUILD)-other-key --config-settings=cmake.define.HYDRA_FAULT_KEY=TESTING_ONLY_GenericWrapper
 	cd tests && ../build/other-key/bin/python -c \
 	  'import hydra_ext._build_info as info; print(info.FAULT_KEY); raise SystemExit(info.FAULT_KEY == "DeferredInit")'
 	cd tests && ../build/other-key/bin/python -m pytest -q pytorch/test_op_coverage.py runtime/test_window_cases.py
@@ -172,7 +172,7 @@ COUNT ?= 200
 SEED  ?= 1
 mutants: $(VENV)/.deps-test ## puts small faults into package and engine, and checks that tests find them: hours; COUNT=200 SEED=1
 	$(call venv_beside,build/mutants-venv)
-	$(PYTHON) -m pip --python build/mutants-venv/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . -Cbuild-dir=$(BUILD)
+	$(PYTHON) -m pip --python build/mutants-venv/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . --config-settings=build-dir=$(BUILD)
 	cd tests && PYTHONPATH=$(CURDIR)/tools ../build/mutants-venv/bin/python -W ignore -m mutants --count $(COUNT) --seed $(SEED) --jobs $(WORKERS) $(MUTANTS)
 
 # ---- GPU: these targets fail without one ----------------------------------------------------------------------------
@@ -224,7 +224,7 @@ docs: $(BUILD)/.built $(VENV)/.deps-docs ## the site, in build/docs/index.html; 
 # The wheel's name and requirements have torch's minor version: a wheel fits no other one.
 wheel: $(VENV)/.deps ## dist/: a wheel for the installed torch, which installs without a compiler
 	rm -rf build/wheel && mkdir -p build/wheel
-	$(PYTHON) -m pip wheel $(PIPFLAGS) --no-build-isolation --no-deps --wheel-dir build/wheel . -Cbuild-dir=$(BUILD)
+	$(PYTHON) -m pip wheel $(PIPFLAGS) --no-build-isolation --no-deps --wheel-dir build/wheel . --config-settings=build-dir=$(BUILD)
 	$(PYTHON) tools/name_wheel.py build/wheel/*.whl dist
 
 wheel-test: wheel ## check that wheel's size and contents, and run the doctor in a fresh environment
