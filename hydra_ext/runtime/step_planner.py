@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -75,7 +76,7 @@ class PlannedStep:
     found: _C.ActivationPlan
     budget: int
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Device bytes of saved tensors that may stay: those that the plan keeps, and those on their way.
 
@@ -105,11 +106,8 @@ class PlannedStep:
 
     @property
     def keeps_all(self) -> bool:
-        segments = self.problem.segments[self.found.cut]
-        return all(
-            option == _C.ActivationOption.KEEP or segment.figures.saved.fresh == 0
-            for segment, option in zip(segments, self.options, strict=True)
-        )
+        keep, treated = _C.ActivationOption.KEEP, zip(self.problem.segments[self.found.cut], self.options, strict=True)
+        return all(option == keep or segment.figures.saved.fresh == 0 for segment, option in treated)
 
     @property
     def recomputed(self) -> list[str]:
@@ -146,15 +144,16 @@ class PlannedStep:
             return None
         return self.problem.setting.slowness * min(max(computed / max(foreseen, 1e-9), 0.5), 2.0)
 
+    @cached_property
     def _treatment(self) -> tuple[object, ...]:
         """All that a step follows: the stash has a room, and does not know which segments are to stay."""
         return tuple(self.recomputed), tuple(self.compressed), tuple(self.pieces), self.round_size, self.room
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlannedStep) and self._treatment() == other._treatment()
+        return isinstance(other, PlannedStep) and self._treatment == other._treatment
 
     def __hash__(self) -> int:
-        return hash(self._treatment())
+        return hash(self._treatment)
 
 
 class PlanTrials:
