@@ -109,6 +109,8 @@ class Profiler:
     def forward(self) -> Iterator[None]:
         """A context for a forward of the model, in which calls and saved tensors are counted. There may be several."""
         this = self._forward
+        if self.has_run:
+            this.recorded += self._core.pager.recorded(_C.PassKind.FORWARD)
         this.thread = threading.get_ident()
         whole = self._noted(self._model)
         self._running.append(whole)
@@ -131,7 +133,6 @@ class Profiler:
                 call.remove()
         this.end = self._clock.mark()
         self._marks.append((whole, begin, this.end))
-        this.recorded += self._core.pager.recorded(_C.PassKind.FORWARD)
 
     @not_traced
     def saves(self, tensor: Tensor) -> None:
@@ -201,7 +202,8 @@ class Profiler:
             call.seconds = self._clock.seconds(begin, mark), again
         forward = sum(call.seconds[0] for call in self._calls[self._model])
         backward = self._clock.seconds(self._forward.end, end)
-        peaks = _Peaks(self._layout, self._forward.recorded, self._core.pager.recorded(_C.PassKind.BACKWARD))
+        forwards = self._forward.recorded + self._core.pager.recorded(_C.PassKind.FORWARD)
+        peaks = _Peaks(self._layout, forwards, self._core.pager.recorded(_C.PassKind.BACKWARD))
         order = sorted((calls[0].order, self._names[module]) for module, calls in self._calls.items() if calls)
         of_modules = peaks.of_modules([name for _, name in order])
         names = {*self._names.values()}

@@ -12,8 +12,10 @@ Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vD
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,6 +30,7 @@ from hydra_ext.runtime.rounds.choice import Decision
 from hydra_ext.tracing import nothing_traced
 
 if TYPE_CHECKING:
+    from hydra_ext.activations.profiler import Profiler
     from hydra_ext.heads.calls import Heads
     from hydra_ext.plan.steps.forecast import Plan
     from hydra_ext.runtime.step_planner import PlannedStep, PlanTrials, StepPlanner, StepSeconds
@@ -72,6 +75,7 @@ class StepKind:
 
 
 _LOOP = StepKind(1, 1, recompute=False)  # a loop of the user
+_ANY_SIZE = 0  # there the arguments of a microbatch are not known
 
 
 @dataclass
@@ -87,6 +91,25 @@ class Setbacks:
     failures: int = 0
     of_plan: bool = False
     frugal_steps: int = 0
+
+
+class Steps:
+    """What is known of steps whose microbatches are about equally large.
+
+    Args:
+        rung: The first one.
+        make_planner: Makes their planner, when it is needed.
+    """
+
+    def __init__(self, rung: Rung, make_planner: Callable[[], StepPlanner]) -> None:
+        self._make_planner = make_planner
+        self.rung = rung
+        self.setbacks = Setbacks()
+        self.trials: dict[StepKind, PlanTrials] = {}
+
+    @cached_property
+    def planner(self) -> StepPlanner:
+        return self._make_planner()
 
 
 class Fit:
@@ -109,12 +132,10 @@ class Fit:
         owner.core.arrivals.timeline.advise(_REMEDIES)
         self._saving = saving
         self._spilling = spilling
-        self._planner: StepPlanner | None = None
-        # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
-        self._rung = Rung.MEASURED if owner.device.type == "cuda" else Rung.GIVEN
-        self._setbacks = Setbacks()
+        self._sizes: dict[int, Steps] = {}  # by the binary logarithm of their largest microbatch's bytes
+        self._now = self._steps_of(_ANY_SIZE)
         self._kind = _LOOP
-        self._trials: dict[StepKind, PlanTrials] = {}
+        self._profiler: Profiler | None = None  # what measures a microbatch now
         self._began: StepSeconds | None = None  # by the clocks
         # An adaptive bound is not known before a backward, so a first microbatch says nothing of streams.
         self._warms_up = saving.given.may_compress and saving.learns
@@ -122,11 +143,26 @@ class Fit:
 
     @property
     def planner(self) -> StepPlanner:
-        if self._planner is None:
+        """Of steps as they are now."""
+        return self._now.planner
+
+    def _turn_to(self, size: int) -> None:
+        steps = self._steps_of(size)
+        if steps is not self._now and self._profiler is not None:  # a forward without a backward
+            self._stop_measuring()
+        self._now = steps
+
+    def _steps_of(self, size: int) -> Steps:
+        def make_planner() -> StepPlanner:
             from hydra_ext.runtime.step_planner import StepPlanner
 
-            self._planner = StepPlanner(self._owner, self._saving, self._spilling)
-        return self._planner
+            return StepPlanner(self._owner, self._saving, self._spilling)
+
+        if size not in self._sizes:
+            # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
+            rung = Rung.MEASURED if self._owner.device.type == "cuda" else Rung.GIVEN
+            self._sizes[size] = Steps(rung, make_planner)
+        return self._sizes[size]
 
     def answer(self) -> Plan | None:
         """Describes the step as it runs now, foreseen beside measured; None before a plan, or if none fits."""
@@ -136,7 +172,7 @@ class Fit:
         planned = self.applied
         if planned is None:
             return None
-        times = [trials.seconds[planned].seconds for trials in self._trials.values() if planned in trials.seconds]
+        times = [trials.seconds[planned].seconds for trials in self._now.trials.values() if planned in trials.seconds]
         return answer(
             planned.problem,
             self._owner.budget,
@@ -147,36 +183,36 @@ class Fit:
 
     # ---- run.step ---------------------------------------------------------------------------------------------------
 
-    def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
-        """A step of ``count`` microbatches begins; ``size`` and ``recompute`` are the user's arguments."""
+    def step_begins(self, count: int, *, nbytes: int, size: int | None, recompute: bool | None) -> None:
+        """A step of ``count`` microbatches begins, the largest of which has tensors of ``nbytes``.
+
+        ``size`` and ``recompute`` are the user's arguments.
+        """
+        self._turn_to(nbytes.bit_length())
         self._kind = StepKind(count, size, recompute is not False)
-        if self._rung is Rung.FRUGAL:
-            self._setbacks.frugal_steps += 1
-            if self._setbacks.failures or self._setbacks.frugal_steps >= _LOOK_AGAIN:
-                self._rung = Rung.MEASURED
-        self._setbacks.failures = 0
-        self._began = self._now() if self._rung is Rung.PLANNED else None
+        if self._now.rung is Rung.FRUGAL:
+            self._now.setbacks.frugal_steps += 1
+            if self._now.setbacks.failures or self._now.setbacks.frugal_steps >= _LOOK_AGAIN:
+                self._now.rung = Rung.MEASURED
+        self._now.setbacks.failures = 0
+        self._began = self._clocks() if self._now.rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
         wanted = min(size or left, left)
-        if self._rung is Rung.GIVEN and (size is not None or recompute):
-            if not self._saving.given.follows:
-                self._saving.given.follow(())
-                if self._saving.given.recomputed:
-                    self._saving.recompute((), self._owner.device)
-            self._saving.set_room(self._owner.budget)
+        if self._now.rung is Rung.GIVEN and (size is not None or recompute):
+            self._go_as_given()
             return Decision(wanted, recompute=recompute is True)
-        if self._rung is Rung.PLANNED:
+        if self._now.rung is Rung.PLANNED:
             trials = self._trials_now()
             if trials is not None:
                 planned = trials.planned
                 self._apply(planned, keeps_all=planned.keeps_all and not self._saving.given.moves)
                 together = min(size or planned.round_size, left)
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
-            self._rung = Rung.FRUGAL
+            self._now.rung = Rung.FRUGAL
         self._go_frugal()
-        if self._rung is not Rung.FRUGAL:
+        if self._now.rung is not Rung.FRUGAL:
             self._measure()
             return Decision(1, recompute=False, alone=True)
         return Decision(wanted, recompute=False, alone=size is None or size == 1)
@@ -187,33 +223,33 @@ class Fit:
 
     def fail(self, _decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
         """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
-        self._saving.measure(None)
+        self._stop_measuring()
         if self.heads.be_wary():
-            self._rung, self._began = Rung.MEASURED, None
+            self._now.rung, self._began = Rung.MEASURED, None
             return ""
-        self._setbacks.failures += 1
+        self._now.setbacks.failures += 1
         self._began = None
-        failed, self._rung = self._rung, Rung.FRUGAL
+        failed, self._now.rung = self._now.rung, Rung.FRUGAL
         if failed in (Rung.GIVEN, Rung.PLANNED):
-            self._setbacks.of_plan = failed is Rung.PLANNED
-            if self._setbacks.failures < _MOST_FAILURES:
-                self._rung = Rung.MEASURED
+            self._now.setbacks.of_plan = failed is Rung.PLANNED
+            if self._now.setbacks.failures < _MOST_FAILURES:
+                self._now.rung = Rung.MEASURED
             return ""
         together = "one at a time" if size is None or size == 1 else f"in rounds of {size}"
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:
         """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
-        trials = self._trials.get(self._kind)
+        trials = self._now.trials.get(self._kind)
         if self._began is None or trials is None:
             return
-        if not trials.note(self._now().since(self._began)) or trials.replans == _REPLANS:
+        if not trials.note(self._clocks().since(self._began)) or trials.replans == _REPLANS:
             return
         if self.planner.learn(trials.planned, trials.seconds[trials.planned]):
             trials.replans += 1
             trials.try_also(self._plans())
 
-    def _now(self) -> StepSeconds:
+    def _clocks(self) -> StepSeconds:
         from hydra_ext.runtime.step_planner import StepSeconds
 
         on_gpu = self._owner.device.type == "cuda"
@@ -224,27 +260,38 @@ class Fit:
     @nothing_traced
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
+        self._turn_to(_ANY_SIZE)
         self._kind = _LOOP
         self.heads.is_wary = True  # nothing can be undone there
-        profiler = self.planner.profiler
-        if self._rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
+        profiler = self._profiler
+        if self._now.rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
             self._go_frugal()
             self._measure()
-        elif self._rung is Rung.PLANNED:
+        elif self._now.rung is Rung.PLANNED:
             trials = self._trials_now()
             if trials is None:
-                self._rung = Rung.FRUGAL
+                self._now.rung = Rung.FRUGAL
                 self._go_frugal()
             else:  # nothing can be undone, so even if all is kept it can still leave
                 self._apply(trials.planned, keeps_all=False)
 
     def backward_ended(self) -> None:
         """A backward outside ``run.step`` has ended, perhaps one that a forward has made."""
-        profiler = self.planner.profiler
+        profiler = self._profiler
         if profiler is not None and profiler.has_run and not profiler.runs:
             self._settle()
 
     # ---- rungs ------------------------------------------------------------------------------------------------------
+
+    def _go_as_given(self) -> None:
+        given, before = self._saving.given, self.applied
+        if before is not None or not given.follows:
+            self.applied = None
+            self._saving.leaves_all_on_device = False
+            given.follow(())
+            if before is not None or given.recomputed:
+                self._saving.recompute((), self._owner.device)
+        self._saving.set_room(self._owner.budget)
 
     def _go_frugal(self) -> None:
         self.applied = None
@@ -254,23 +301,29 @@ class Fit:
         self._saving.set_room(STRICT)
 
     def _measure(self) -> None:
-        self._rung = Rung.MEASURED
-        self._setbacks.frugal_steps = 0
+        self._now.rung = Rung.MEASURED
+        self._now.setbacks.frugal_steps = 0
         self._owner.core.pager.forget_activations()  # what is recorded has to be this microbatch's
         self._saving.given.set_aside(compress=True)
-        self._saving.measure(self.planner.measure())
+        self._profiler = self.planner.measure()
+        self._saving.measure(self._profiler)
+
+    def _stop_measuring(self) -> Profiler | None:
+        """Returns what has measured."""
+        profiler, self._profiler = self._profiler, None
+        self._saving.measure(None)
+        return profiler
 
     def _settle(self) -> None:
-        if self._rung is Rung.MEASURED:
+        if self._now.rung is Rung.MEASURED:
             if self._warms_up:
                 self._warms_up = False
                 self._measure()  # another one
                 return
-            self._saving.measure(None)
-            self.planner.settle(tighten=self._setbacks.of_plan)
-            self._setbacks.of_plan = False
-            self._rung = Rung.PLANNED
-            self._trials.clear()
+            self.planner.settle(self._stop_measuring(), tighten=self._now.setbacks.of_plan)
+            self._now.setbacks.of_plan = False
+            self._now.rung = Rung.PLANNED
+            self._now.trials.clear()
 
     def _apply(self, planned: PlannedStep, *, keeps_all: bool) -> None:
         self._saving.leaves_all_on_device = keeps_all
@@ -300,13 +353,13 @@ class Fit:
 
     def _trials_now(self) -> PlanTrials | None:
         """The plans for the present kind of step; None if none fits."""
-        if self._kind not in self._trials:
+        if self._kind not in self._now.trials:
             from hydra_ext.runtime.step_planner import PlanTrials
 
             plans = self._plans()
             if plans:
-                self._trials[self._kind] = PlanTrials(plans)
-        return self._trials.get(self._kind)
+                self._now.trials[self._kind] = PlanTrials(plans)
+        return self._now.trials.get(self._kind)
 
     def _plans(self) -> list[PlannedStep]:
         """The best plan, and the best one with the other kind of rounds if it is hardly slower. Empty if none fits."""

@@ -227,7 +227,6 @@ class StepPlanner:
 
     Attributes:
         profile: What one microbatch cost; None before it was measured.
-        profiler: What measures one now; None if nothing does.
     """
 
     def __init__(self, owner: FitOwner, saving: Saving, spilling: Spilling | None) -> None:
@@ -239,14 +238,13 @@ class StepPlanner:
         self._share = _CUDA_SHARE if owner.device.type == "cuda" else _SHARE
         self._lanes = [_LaneSpeed()] * 3  # to the device, to the host, and the disk's
         self.profile: Profile | None = None
-        self.profiler: Profiler | None = None
         self._slowness = 1.0  # seconds of compute for each one of the profile
 
     def measure(self) -> Profiler:
-        """Begins to measure a microbatch. :meth:`settle` ends it."""
+        """Returns what measures a microbatch, for :meth:`settle`."""
         owner = self._owner
         in_use = lambda: owner.activation_bytes()  # noqa: E731 - the method itself would hold the run
-        self.profiler = Profiler(owner.model, owner.layout, owner.core, in_use, owner.device)
+        profiler = Profiler(owner.model, owner.layout, owner.core, in_use, owner.device)
         self._coding.begin()
         backend = owner.core.memory.backend
         saving = self._saving
@@ -255,12 +253,11 @@ class StepPlanner:
             _LaneSpeed(lambda: _moved(backend.to_host_statistics)),
             _LaneSpeed(lambda: _moved_by_disk(saving.copies())),
         ]
-        return self.profiler
+        return profiler
 
-    def settle(self, *, tighten: bool) -> None:
+    def settle(self, profiler: Profiler | None, *, tighten: bool) -> None:
         """Takes what was measured: nothing if no forward was seen. ``tighten``: a plan has run out of memory before."""
-        profiler, self.profiler = self.profiler, None
-        before, self.profile = self.profile, _NOTHING
+        before, self.profile, self._slowness = self.profile, _NOTHING, 1.0
         if profiler is not None and profiler.has_run:
             self._coding.end()
             self.profile = profiler.profile([self._figures_of(block) for block in self._owner.layout.blocks])

@@ -518,6 +518,8 @@ def test_the_figures_are_those_of_a_dry_run(name: str) -> None:
         if module:
             assert real.saved == figures.saved, module
             assert real.inputs == figures.inputs, module
+    whole = measured.modules[""], foreseen.modules[""]
+    assert whole[0].forward_bytes == pytest.approx(whole[1].forward_bytes, rel=0.05)
 
 
 def test_convolutions_train_within_the_least_bytes_of_a_dry_run_and_in_no_fewer() -> None:

@@ -33,8 +33,8 @@ class Decision:
 class Chooser(Protocol):
     """Chooses rounds. ``size`` and ``recompute`` are the user's arguments."""
 
-    def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
-        """A step of ``count`` microbatches begins."""
+    def step_begins(self, count: int, *, nbytes: int, size: int | None, recompute: bool | None) -> None:
+        """A step of ``count`` microbatches begins, the largest of which has tensors of ``nbytes``."""
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
@@ -70,7 +70,7 @@ class Choice:
         self._measured: dict[bool, Measured] = {}
         self._largest: dict[bool, int] = {}  # by recompute: largest round allowed, once one has run out of memory
 
-    def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
+    def step_begins(self, count: int, *, nbytes: int, size: int | None, recompute: bool | None) -> None:
         pass
 
     def step_ended(self) -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import StateError
 from hydra_ext.outputs import check_loss, split
+from hydra_ext.state.arguments import tensors_in
 
 Microbatch = TypeVar("Microbatch")
 
@@ -35,6 +36,11 @@ class Work(Generic[Microbatch]):
         self._microbatch = microbatch
         self._divisor = divisor
         self._scaler = scaler
+
+    @property
+    def nbytes(self) -> int:
+        """Of the microbatch's tensors; those in attributes of other objects are not counted."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self._microbatch))
 
     def __call__(self) -> Outcome:
         loss, metrics = split(self._fn(self._microbatch))

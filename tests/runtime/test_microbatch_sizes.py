@@ -1,0 +1,130 @@
+"""Steps whose microbatches are of other sizes than before: each size has a plan of its own, and equal bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ext
+from hydra_ext import Checks, SimulatedDevice
+from hydra_ext.profile import Profile
+from hydra_ext.profile.dry_run import dry_run
+from hydra_ext.runtime.step_planner import PlannedStep
+from support.runtime.fitted import (
+    MICROBATCHES,
+    SUBJECTS,
+    Batch,
+    Left,
+    loss_of,
+    noted,
+    optimizer_of,
+    seeds_of,
+    steps_of,
+    train_plain,
+)
+
+SMALL, LARGE = 1, 4  # times the usual rows
+SIZES = [SMALL, LARGE, SMALL, SMALL, LARGE, SMALL]  # of the steps
+
+
+def batches_of(name: str) -> list[Batch]:
+    usual = iter(SUBJECTS[name].batches(len(SIZES) * MICROBATCHES))
+    return [
+        {key: torch.cat([value] * size) for key, value in next(usual).items()}
+        for size in SIZES
+        for _ in range(MICROBATCHES)
+    ]
+
+
+def trained(name: str, budget: int, **small_choices: Any) -> tuple[Left, list[PlannedStep | None]]:
+    """A training, with choices for the steps of small microbatches, and the plan of each step."""
+    plans: list[PlannedStep | None] = []
+    model, left = SUBJECTS[name].make(), Left()
+    options: Any = {"device": SimulatedDevice(), "checks": Checks(poison_hosts=True)}
+    with hydra_ext.offload(model, optimizer_of(model), budget=budget, **options) as run:
+        assert run.fit is not None
+        for step, given in enumerate(steps_of(batches_of(name))):
+            choices = small_choices if SIZES[step] == SMALL else {}
+            out = run.step(given, lambda batch: loss_of(model, batch), seeds=seeds_of(step), **choices)
+            left.losses += out.losses
+            left.retries.append(run.report().retries)
+            plans.append(run.fit.applied)
+    left.state = noted(model)
+    return left, plans
+
+
+def alike(plans: list[PlannedStep | None], size: int) -> list[PlannedStep | None]:
+    """The plans of steps of one size."""
+    return [plan for plan, each in zip(plans, SIZES, strict=True) if each == size]
+
+
+def saved_bytes(profile: Profile | None) -> int:
+    """Of a microbatch."""
+    assert profile is not None
+    return profile.modules[""].saved.fresh
+
+
+@pytest.mark.parametrize(("name", "budget"), [("convolutions", 5_000_000), ("tied", 2_500_000)])
+def test_each_size_has_a_plan_and_no_step_fails_when_they_change(name: str, budget: int) -> None:
+    left, plans = trained(name, budget)
+    assert not left.differences(train_plain(SUBJECTS[name], batches_of(name)))
+    assert left.retries[-1] == 0
+    (small,), (large,) = (
+        {saved_bytes(plan.problem.profile) for plan in alike(plans, size) if plan is not None}
+        for size in (SMALL, LARGE)
+    )
+    assert None not in plans
+    assert large == pytest.approx(LARGE * small, rel=0.01)
+
+
+def test_what_is_given_holds_after_a_plan_for_another_size() -> None:
+    left, plans = trained("tied", 2_500_000, round_size=2)
+    assert not left.differences(train_plain(SUBJECTS["tied"], batches_of("tied")))
+    assert left.retries[-1] == 0
+    assert alike(plans, SMALL) == [None] * SIZES.count(SMALL)
+    assert None not in alike(plans, LARGE)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_microbatch_has_the_same_figures_whatever_ran_before(steps_before: int) -> None:
+    """Other steps, which keep what they save, take more memory, and are no part of them."""
+    small, large = batches_of("tied")[:MICROBATCHES], batches_of("tied")[MICROBATCHES]
+    torch.manual_seed(0)
+    model = SUBJECTS["tied"].make()
+    foreseen = dry_run(model, large, lambda batch: loss_of(model, batch))
+    with hydra_ext.offload(model, optimizer_of(model), budget=4_000_000, device=SimulatedDevice()) as run:
+        for _ in range(steps_before):
+            run.step(small, lambda batch: loss_of(model, batch), round_size=2)
+        run.step([large], lambda batch: loss_of(model, batch))
+        assert run.fit is not None
+        profile = run.fit.planner.profile
+    assert profile is not None
+    for name in ("", "layers.0", "layers.3"):
+        measured, dry = profile.modules[name], foreseen.modules[name]
+        assert measured.forward_bytes == pytest.approx(dry.forward_bytes, rel=0.02), name
+        assert measured.backward_bytes == pytest.approx(dry.backward_bytes, rel=0.05), name
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_forward_that_is_measured_and_left_measures_no_step(is_left: bool) -> None:
+    """A loop's forward has no backward before a step is made, and another one is measured."""
+    small, large = batches_of("tied")[:MICROBATCHES], batches_of("tied")[MICROBATCHES]
+    torch.manual_seed(0)
+    model = SUBJECTS["tied"].make()
+    device, checks = SimulatedDevice(), Checks(poison_hosts=True)
+    with hydra_ext.offload(model, optimizer_of(model), budget=2_500_000, device=device, checks=checks) as run:
+        fit = run.fit
+        assert fit is not None
+        for forward_is_left in (False, is_left):
+            if forward_is_left:
+                loss_of(model, large)
+            run.step(small, lambda batch: loss_of(model, batch))
+        of_steps = fit.planner.profile
+        assert fit.applied is not None
+        loss_of(model, large).backward()
+        of_loop = fit.planner.profile
+        loss_of(model, large).backward()
+        assert fit.applied is not None
+    assert saved_bytes(of_loop) == pytest.approx(LARGE * saved_bytes(of_steps), rel=0.01)
