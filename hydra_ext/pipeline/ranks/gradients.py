@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -39,6 +39,7 @@ from hydra_ext.pipeline.ranks.transport import TransportError, carrying
 from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_TOGETHER = 2**22  # bytes of gradients that are averaged in one message: each message takes time beside its bytes
 _ABSENT = -1.0  # in place of a sum of squares
 
 
@@ -221,17 +222,21 @@ def square_sums(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
     return sums
 
 
-def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The mean over a group's ranks, added in their order: the same bits on every rank and with every backend.
+def ordered_means(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """The means over a group's ranks, added in their order: the same bits on every rank and with every backend.
 
-    Each rank adds up one share and sends it to all. So every rank sends and receives about twice the tensor's bytes, as
+    Each rank adds up one share and sends it to all. So every rank sends and receives about twice the tensors' bytes, as
     in a ring.
+
+    Args:
+        tensors: All of one dtype and device.
+        group: The ranks, which give tensors of the same shapes.
     """
     size = dist.get_world_size(group)
-    flat = tensor.reshape(-1)
-    part = -(-flat.numel() // size)
-    sent = torch.zeros(part * size, dtype=flat.dtype, device=flat.device)
-    sent[: flat.numel()] = flat
+    sizes = [tensor.numel() for tensor in tensors]
+    part = -(-sum(sizes) // size)
+    padding = tensors[0].new_zeros(part * size - sum(sizes))
+    sent = torch.cat([*(tensor.reshape(-1) for tensor in tensors), padding])
     received = torch.empty_like(sent)
     with carrying():
         dist.all_to_all_single(received, sent, group=group)
@@ -239,10 +244,26 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     for other in others:
         total += other
     total /= size
-    means = [torch.empty_like(total) for _ in range(size)]
     with carrying():
-        dist.all_gather(means, total, group=group)
-    return torch.cat(means)[: flat.numel()].view_as(tensor)
+        dist.all_gather([*sent.view(size, part).unbind()], total, group=group)
+    means = torch.split(sent[: sum(sizes)], sizes)
+    # Copies, so that each can be freed by itself.
+    return [mean.view_as(tensor).clone() for mean, tensor in zip(means, tensors, strict=True)]
+
+
+def _together(tensors: Mapping[int, Tensor]) -> Iterator[list[int]]:
+    """Cuts tensors into runs that are averaged together, of one dtype and device each."""
+    run: list[int] = []
+    nbytes = 0
+    for index, tensor in tensors.items():
+        alike = run and tensor.dtype == tensors[run[0]].dtype and tensor.device == tensors[run[0]].device
+        if run and not (alike and nbytes + tensor.nbytes <= _TOGETHER):
+            yield run
+            run, nbytes = [], 0
+        run.append(index)
+        nbytes += tensor.nbytes
+    if run:
+        yield run
 
 
 def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessGroup) -> None:
@@ -264,11 +285,16 @@ def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessG
             f"the replicas do not make the same steps: this one was given max_norm={max_norm}, and another replica "
             "another one. Give all ranks the same max_norm"
         )
-    for index, there in enumerate(known):
-        if there:
-            gradient = stage.gradients[index]
-            parameter = stage.parameters[index]
-            stage.gradients[index] = ordered_mean(torch.zeros_like(parameter) if gradient is None else gradient, group)
+    own = zip(known, stage.gradients, stage.parameters, strict=True)
+    summed = {
+        index: torch.zeros_like(parameter) if gradient is None else gradient
+        for index, (there, gradient, parameter) in enumerate(own)
+        if there
+    }
+    for indices in list(_together(summed)):
+        means = ordered_means([summed.pop(index) for index in indices], group)
+        for index, mean in zip(indices, means, strict=True):
+            stage.gradients[index] = mean
 
 
 def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
