@@ -3,7 +3,7 @@
 from hydra_ext.split.blocks import find_blocks
 from hydra_ext.split.rehearsal.record import Rehearsal
 from hydra_ext.split.rehearsal.rehearse import rehearse
-from hydra_ext.split.rehearsal.timing import time_events, time_microbatch
+from hydra_ext.split.rehearsal.timing import time_events, time_microbatch, time_stage
 from hydra_ext.split.stages.ownership import (
     buffer_owners,
     buffers_of,
@@ -32,4 +32,5 @@ __all__ = [
     "shared_parameters",
     "time_events",
     "time_microbatch",
+    "time_stage",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.stages.chain import ChainStage
-from hydra_ext.split import time_events
+from hydra_ext.split import Rehearsal, time_events, time_microbatch, time_stage
 from hydra_ext.split.stage_program import event_seed
 from hydra_ext.state.snapshot import Snapshot
 from support.split.split_models import Batch
@@ -321,19 +321,59 @@ def test_another_way_where_gradients_are_off_is_told_and_leaves_them_on() -> Non
 
 
 # ---- rehearsal and timing -------------------------------------------------------------------------------------------
-def test_timing_leaves_memory_that_no_name_leads_to() -> None:
-    outside = torch.zeros(())
+def _of_events(model: nn.Module, fn: Any, batch: Batch, rehearsal: Rehearsal) -> object:
+    return time_events(model, fn, batch, rehearsal, seed=SEED)
+
+
+def _of_microbatch(model: nn.Module, fn: Any, batch: Batch, _rehearsal: Rehearsal) -> object:
+    return time_microbatch(model, fn, batch, seed=SEED)
+
+
+def _of_stage(model: nn.Module, fn: Any, batch: Batch, rehearsal: Rehearsal) -> object:
+    return time_stage(model, fn, batch, rehearsal, seed=SEED)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("timing", [_of_events, _of_microbatch, _of_stage])
+def test_timing_leaves_memory_and_generators_that_no_name_leads_to(timing: Callable[..., object]) -> None:
+    outside, generator = torch.zeros(()), torch.Generator().manual_seed(4)
+    state = generator.get_state()
 
     def fn(model: nn.Module, batch: Batch) -> Tensor:
         outside.add_(1)
-        return text_loss(model, batch)
+        return text_loss(model, batch) * torch.rand((), generator=generator)
 
     model = Stack(HiddenMemory)
     (batch,) = batches(1)
     rehearsal = rehearsed(model, fn, batch)
-    time_events(model, bound(fn, model), batch, rehearsal, seed=SEED)
+    torch.manual_seed(5)
+    assert timing(model, bound(fn, model), batch, rehearsal) is not None
     assert [layer.memory().item() for layer in model.layers] == [0] * 4
     assert outside.item() == 0
+    assert torch.equal(generator.get_state(), state)
+    assert torch.initial_seed() == 5
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("timing", [_of_events, _of_microbatch, _of_stage])
+def test_timing_leaves_running_statistics(timing: Callable[..., object]) -> None:
+    """A stage lends its buffers' storages to tensors of its own: writes to these are writes to buffers, too."""
+
+    class Averages(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistics = nn.BatchNorm1d(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.statistics(x.reshape(-1, 1)).reshape(x.shape))
+
+    model = Stack(Averages)
+    (batch,) = batches(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rehearsal = rehearsed(model, text_loss, batch)
+    timing(model, bound(text_loss, model), batch, rehearsal)
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
 
 
 def test_timing_starts_each_run_from_the_same_memory() -> None:

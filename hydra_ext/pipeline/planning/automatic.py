@@ -28,6 +28,7 @@ from hydra_ext.schedule import make
 
 _STATE_COPIES = 2.0  # of the optimizer: those of Adam
 _MOST_SIZES = 6  # of microbatches that are measured
+_TURNS = 3  # of each size: all are measured before one is again
 
 
 def check_plan(plan: object, given: Given, modules: int) -> None:
@@ -83,14 +84,22 @@ def planned_layout(
     if not sizes:
         raise nothing_possible(constraints, world)
     measuring = Measuring(model, fn, watch=watch, device=device, seed=seed, counts_bytes=budget is not None)
-    chains = []
-    for samples in sizes:
-        microbatch = _microbatch(batch, constraints.batch, samples)
-        rehearsal = measuring.rehearsal(microbatch, samples)
-        if given.cuts is not None:
+    rehearsals = {
+        samples: measuring.rehearsal(_microbatch(batch, constraints.batch, samples), samples) for samples in sizes
+    }
+    if given.cuts is not None:
+        for rehearsal in rehearsals.values():
             borders = given_borders(rehearsal, len(given.cuts) + 1, given.cuts)
             constraints = replace(constraints, cuts=tuple(borders[1:-1]))
-        chains.append(measuring.chain(microbatch, samples, rehearsal))
+    turns: dict[int, list[list[float]]] = {samples: [] for samples in sizes}
+    for turn in range(_TURNS):
+        for samples, rehearsal in rehearsals.items():
+            microbatch = _microbatch(batch, constraints.batch, samples)
+            turns[samples].append(measuring.seconds(microbatch, samples, rehearsal, turn))
+    chains = [
+        measuring.chain(_microbatch(batch, constraints.batch, samples), samples, rehearsals[samples], turns[samples])
+        for samples in sizes
+    ]
     cluster = _cluster(measuring, world, device, dtype_of(model), budget)
     plan = search(measured_at(chains), cluster, replace(constraints, samples=tuple(sizes)))
     compare(repr((plan.choice, plan.cuts)), "found another plan than rank 0", watch, where="to follow one plan")

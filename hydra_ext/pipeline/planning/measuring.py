@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hydra_ext.pipeline.ranks.gradients import ordered_means
 from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.stages.splitting import compare, timed
 from hydra_ext.plan.pipelines.chains import Chain, Overheads
 from hydra_ext.profile import dry_run
 from hydra_ext.profile.cards import Speed
-from hydra_ext.split import Rehearsal, is_absent, rehearse, time_events, time_microbatch
+from hydra_ext.split import Rehearsal, is_absent, rehearse, time_events, time_microbatch, time_stage
 from hydra_ext.split.chains import BACKWARD, chain_of
 from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.module_state import ModuleState
 
 _TIMES = 4
-_SUMMED = 2**20  # float32 numbers of the sum that measures a link
+_SUMMED = 2**20  # float32 numbers of the mean that measures a link
 _STATES_AGAIN = 4.0  # copies of the modules' state that a recomputed stage takes beyond a plain one, as measured
 _ANY_SPEED = Speed(flops_per_second=1.0, bytes_per_second=1.0)  # only the bytes of a dry run are read
 
@@ -65,19 +66,24 @@ class Measuring:
         compare(found.digest, difference, self._watch, where=f"to plan microbatches of {samples}")
         return found
 
-    def chain(self, microbatch: Any, samples: int, rehearsal: Rehearsal) -> Chain:
-        """The chain for a microbatch of so many samples."""
+    def seconds(self, microbatch: Any, samples: int, rehearsal: Rehearsal, turn: int) -> list[float]:
+        """What one turn has measured, for :meth:`chain`: a machine is faster at some times than at others."""
 
         def measure() -> list[float]:
-            events = time_events(self._model, self._fn, microbatch, rehearsal, seed=self._seed, device=self._device)
-            whole = time_microbatch(self._model, self._fn, microbatch, seed=self._seed, device=self._device)
-            return [
-                *events,
-                *((sum(events), BACKWARD * sum(events)) if whole is None else whole),
-                self._state_seconds(),
-            ]
+            given = self._model, self._fn, microbatch
+            options: dict[str, Any] = {"seed": self._seed, "device": self._device, "runs": 1}
+            events = time_events(*given, rehearsal, **options)
+            whole, state = time_microbatch(*given, **options), self._state_seconds()
+            if whole is None:
+                return [*events, sum(events), BACKWARD * sum(events), state, state]
+            through = time_stage(*given, rehearsal, **options)
+            return [*events, *whole, max(through - whole[0], 0.0), state]
 
-        *events, forward, backward, state = timed(measure, self._watch, where=f"of microbatches of {samples}")
+        return timed(measure, self._watch, where=f"of microbatches of {samples}, turn {turn}")
+
+    def chain(self, microbatch: Any, samples: int, rehearsal: Rehearsal, turns: Sequence[Sequence[float]]) -> Chain:
+        """The chain for a microbatch of so many samples, from the shortest of each measured time."""
+        *events, forward, backward, passing, state = (min(times) for times in zip(*turns, strict=True))
         events[-1] += max(forward - sum(events), 0.0)  # glue: most of it is the loss
         profile = dry_run(self._model, microbatch, self._fn, speed=_ANY_SPEED) if self._counts_bytes else None
         return chain_of(
@@ -88,7 +94,7 @@ class Measuring:
             backward=backward / forward if forward else BACKWARD,
             profile=profile,
             input_bytes=sum(tensor.nbytes for tensor in tensors_in(microbatch)),
-            overheads=Overheads(passing=state, recomputing=_STATES_AGAIN * state),
+            overheads=Overheads(passing=passing, recomputing=_STATES_AGAIN * state),
         )
 
     def _state_seconds(self) -> float:
@@ -101,13 +107,13 @@ class Measuring:
         return min(found)
 
     def link(self, world: int) -> tuple[float, float]:
-        """Bytes a second between ranks, each way, and seconds of a short message: by sums over all of them."""
+        """Bytes a second between ranks, each way, and seconds of a short message: by means as replicas make them."""
         if world == 1:
             return math.inf, 0.0
         place = self._device if dist.get_backend() == "nccl" else torch.device("cpu")
         large, small = (torch.zeros(size, device=place) for size in (_SUMMED, 1))
         self._watch.meet("before the links are measured")
-        sums, latency = _fastest_sum(large), _fastest_sum(small)
+        sums, latency = _fastest_mean(large), _fastest_mean(small)
         found = self.common("to plan messages", [sums, latency])
         return 2 * (world - 1) / world * large.nbytes / max(found[0] - found[1], 1e-9), found[1]
 
@@ -117,11 +123,11 @@ class Measuring:
         return found
 
 
-def _fastest_sum(values: torch.Tensor) -> float:
+def _fastest_mean(values: torch.Tensor) -> float:
     found = []
     for _ in range(_TIMES):
         begin = time.perf_counter()
-        dist.all_reduce(values)
-        values.sum().item()  # waits for a GPU, too
+        (mean,) = ordered_means([values])
+        mean.sum().item()  # waits for a GPU, too
         found.append(time.perf_counter() - begin)
     return min(found)

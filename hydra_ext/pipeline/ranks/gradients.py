@@ -222,7 +222,7 @@ def square_sums(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
     return sums
 
 
-def ordered_means(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def ordered_means(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """The means over a group's ranks, added in their order: the same bits on every rank and with every backend.
 
     Each rank adds up one share and sends it to all. So every rank sends and receives about twice the tensors' bytes, as
@@ -230,7 +230,7 @@ def ordered_means(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[T
 
     Args:
         tensors: All of one dtype and device.
-        group: The ranks, which give tensors of the same shapes.
+        group: The ranks, which give tensors of the same shapes; None for all ranks.
     """
     size = dist.get_world_size(group)
     sizes = [tensor.numel() for tensor in tensors]

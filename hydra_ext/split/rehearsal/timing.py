@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from hydra_ext.split.blocks import blocks_call, find_blocks
 from hydra_ext.split.rehearsal.glue_mode import away
 from hydra_ext.split.rehearsal.record import Rehearsal
 from hydra_ext.split.stages.randomness import EventRandomness
+from hydra_ext.split.stages.stage import SplitStage
 from hydra_ext.split.stages.stand_ins import device_of, present, with_stand_ins
 from hydra_ext.split.stages.tensors import out_of_graph
 from hydra_ext.split.state.changes import ChangeWatch
@@ -27,6 +28,8 @@ from hydra_ext.split.state.restoring import unchanged
 from hydra_ext.state.arguments import own_copy, tensors_in
 from hydra_ext.state.memory import Undo
 from hydra_ext.state.randomness import host_randomness_kept
+
+Measured = TypeVar("Measured")
 
 
 def time_events(
@@ -93,6 +96,52 @@ def time_microbatch(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained or any(parameter.is_meta for parameter in model.parameters()):
         return None
+
+    def timed(given: Any) -> tuple[float, float]:
+        EventRandomness(device, seed).begin()
+        started = _now(device)
+        loss, _ = split(fn(given))
+        between = _now(device)
+        torch.autograd.grad(loss, trained, allow_unused=True)
+        return between - started, _now(device) - between
+
+    try:
+        measured = _restored(model, microbatch, timed, runs, device)
+    except RuntimeError:  # of a checkpoint that is reentrant, for instance
+        return None
+    forward, backward = (min(times) for times in zip(*measured, strict=True))
+    return forward, backward
+
+
+def time_stage(
+    model: nn.Module,
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    rehearsal: Rehearsal,
+    *,
+    seed: int = 0,
+    runs: int = 2,
+    device: torch.device | None = None,
+) -> float:
+    """Seconds of a forward of the whole model as one stage: the fewest of ``runs`` after one that does not count.
+
+    The model, whose parameters are all there, and generators that ``fn`` draws from are as before.
+    """
+    device = device or device_of(model)
+    stage = SplitStage(model, rehearsal, 0, len(rehearsal.events), device=device)
+
+    def timed(given: Any) -> float:
+        started = _now(device)
+        stage.forward(fn, given, None, seed=seed, divisor=1)
+        return _now(device) - started
+
+    return min(_restored(model, microbatch, timed, runs, device))
+
+
+def _restored(
+    model: nn.Module, microbatch: Any, body: Callable[[Any], Measured], runs: int, device: torch.device
+) -> list[Measured]:
+    """What ``body`` returns in runs after a first one, in which alone changes are watched. All is as before then."""
     measured = []
     undo, drawn = Undo(), DrawnGenerators()
     for number in range(runs + 1):
@@ -105,21 +154,13 @@ def time_microbatch(
                 DrawWatch(drawn) as draws,
             ):
                 copy = own_copy(microbatch)
-                EventRandomness(device, seed).begin()
                 with _unwatched(changes, draws) if number > 0 else nullcontext():
-                    started = _now(device)
-                    loss, _ = split(fn(copy))
-                    between = _now(device)
-                    torch.autograd.grad(loss, trained, allow_unused=True)
-                    measured.append((between - started, _now(device) - between))
-        except RuntimeError:  # of a checkpoint that is reentrant, for instance
-            return None
+                    measured.append(body(copy))
         finally:
             undo.put_back()
             drawn.put_back()
             surroundings.restore()
-    forward, backward = (min(times) for times in zip(*measured[1:], strict=True))
-    return forward, backward
+    return measured[1:]
 
 
 def _run(

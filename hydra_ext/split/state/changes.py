@@ -26,9 +26,15 @@ class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in operation.writes:
                 if self._made.get(tensor) is None:
                     self._undo.before_write(tensor)
-            given = {storage_key(tensor) for tensor in operation.tensors}
+            given = {storage_key(tensor) for tensor in operation.tensors} | {each._cdata for each in _storages(args)}
             result = func(*args, **(kwargs or {}))
             for tensor in tensors_in(result):
                 if storage_key(tensor) not in given:
                     self._made.put(tensor, True)
             return result
+
+
+def _storages(args: tuple[Any, ...]) -> list[torch.UntypedStorage]:
+    """Those that an operator such as ``set_`` puts tensors on."""
+    untyped = (arg._untyped_storage if isinstance(arg, torch.TypedStorage) else arg for arg in args)
+    return [each for each in untyped if isinstance(each, torch.UntypedStorage)]
