@@ -7,7 +7,8 @@ on copies of its buffers and of the example.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -64,12 +65,23 @@ def real_run(
 
     watch = Watch(cost, run=run, tensor_on=_tensor_on, elsewhere=_OnTheHost())
     try:
-        with random_state_kept(place), replaced(model, _Doubles(place, param_dtype)), in_rows(heads):
-            run_microbatch(watch, model, [_Doubles(place, None).of_value(example)], fn)
+        with on_doubles(model, example, param_dtype=param_dtype) as given, in_rows(heads):
+            run_microbatch(watch, model, [given], fn)
     finally:
         undo.restore()
         before.restore()
     return profile_of(model, watch, param_dtype)
+
+
+@contextmanager
+def on_doubles(model: nn.Module, example: Example, *, param_dtype: torch.dtype | None = None) -> Iterator[Example]:
+    """A context in which the model is on other tensors of the same numbers; gives such an example.
+
+    Parameters share the memory of the model's. The random state is kept.
+    """
+    place = device_of(model, None)
+    with random_state_kept(place), replaced(model, _Doubles(place, param_dtype)):
+        yield _Doubles(place, None).of_value(example)
 
 
 def has_numbers(model: nn.Module, example: Any) -> bool:

@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hydra_ext.errors import NotOnFakeTensors
 from hydra_ext.plan import Boundary, Event, SharedParameters
 from hydra_ext.plan.pipelines.chains import Chain, Overheads
 from hydra_ext.profile import Profile, device_of, dry_run, faked
 from hydra_ext.profile.cards import Speed
+from hydra_ext.profile.real_run import has_numbers, on_doubles, real_run
 from hydra_ext.split.rehearsal.record import Rehearsal
 from hydra_ext.split.rehearsal.rehearse import rehearse
 from hydra_ext.state.arguments import tensors_in
@@ -93,7 +95,7 @@ def _kept(rehearsal: Rehearsal, profile: Profile | None) -> tuple[list[int], tup
     return saved, tuple(max(each.forward_bytes, each.backward_bytes) for each in figures)
 
 
-def dry_chain(
+def microbatch_chain(
     model: nn.Module,
     example: Example,
     fn: Callable[[Example], Any],
@@ -101,23 +103,31 @@ def dry_chain(
     samples: int,
     speed: Speed | None = None,
     param_dtype: torch.dtype | None = None,
-) -> Chain:
+) -> tuple[Chain, str | None]:
     """The chain of a microbatch, from fake tensors: no memory is taken and no step is made.
 
-    Seconds outside of blocks are the last event's, as the loss is.
+    Where ``fn`` needs numbers, and there are some, it is from real microbatches; the second result says why. Seconds
+    outside of blocks are the last event's, as the loss is.
 
     Raises:
-        NotOnFakeTensors: ``fn`` needs numbers.
+        NotOnFakeTensors: ``fn`` needs numbers, and the model or the example has none.
         SplitError: The forward cannot be followed.
     """
     place = device_of(model, None)
-    profile = dry_run(model, example, fn, param_dtype=param_dtype, speed=speed)
-    with faked(model, example, device=place, param_dtype=param_dtype) as given:
-        rehearsal = rehearse(model, fn, given, device=place)
+    try:
+        profile, because = dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), None
+        with faked(model, example, device=place, param_dtype=param_dtype) as given:
+            rehearsal = rehearse(model, fn, given, device=place)
+    except NotOnFakeTensors as error:
+        if not has_numbers(model, example):
+            raise
+        profile, because = real_run(model, example, fn, param_dtype=param_dtype, speed=speed), error.reason
+        with on_doubles(model, example, param_dtype=param_dtype) as given:
+            rehearsal = rehearse(model, fn, given, device=place)
     figures = [profile.modules[event.name] for event in rehearsal.events]
     seconds = [each.forward_seconds / max(each.calls, 1) for each in figures]
     seconds[-1] += max(profile.modules[""].forward_seconds - sum(seconds), 0.0)
-    return chain_of(
+    chain = chain_of(
         model,
         rehearsal,
         seconds,
@@ -127,3 +137,4 @@ def dry_chain(
         param_dtype=param_dtype,
         input_bytes=sum(tensor.nbytes for tensor in tensors_in(example)),
     )
+    return chain, because

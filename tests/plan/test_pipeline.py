@@ -180,8 +180,33 @@ def test_an_example_needs_rows() -> None:
             pipeline(model, example, lambda x: model(x).square().mean(), devices=2, device=SLOW)
 
 
-def test_fn_that_needs_numbers_is_refused() -> None:
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_fn_that_needs_numbers_is_planned_from_real_microbatches(param_dtype: torch.dtype | None) -> None:
     model = uneven()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def plain(x: Tensor) -> Tensor:
+        return model(x.to(model[0][0].weight.dtype)).mean() * 2.0
+
+    def needing(x: Tensor) -> Tensor:
+        return model(x.to(model[0][0].weight.dtype)).mean() * (2.0 if x.sum().item() > 0 else 1.0)
+
+    options: dict[str, Any] = {"devices": 2, "device": SLOW, "link": 1e9, "param_dtype": param_dtype}
+    example = torch.rand(8, 64)
+    dry, real = (pipeline(model, example, fn, **options) for fn in (plain, needing))
+    assert dry.measured_because is None
+    assert "item" in str(real.measured_because)
+    assert str(real.measured_because) in str(real)
+    assert (real.choice, real.cuts) == (dry.choice, dry.cuts)
+    assert real.rank_bytes == pytest.approx(dry.rank_bytes, rel=0.01)
+    assert real.seconds == pytest.approx(dry.seconds, rel=0.01)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_fn_that_needs_numbers_is_refused_where_there_are_none() -> None:
+    with torch.device("meta"):
+        model = uneven()
 
     def fn(x: Tensor) -> Tensor:
         return model(x).mean() * (2.0 if x.sum().item() > 0 else 1.0)

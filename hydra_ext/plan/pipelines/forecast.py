@@ -64,6 +64,7 @@ class PipelinePlan:
         budget: Device bytes that a rank may take; None for no limit.
         lanes: Seconds of a step in which each thing is busy, on the rank or hop where it is so the longest.
         alternatives: Each choice that was judged with its best cuts, those that fit first, the fastest first.
+        measured_because: Why real microbatches gave the figures, and not dry runs; None if that was not needed.
     """
 
     choice: PipelineChoice
@@ -73,6 +74,7 @@ class PipelinePlan:
     budget: int | None
     lanes: Mapping[str, float]
     alternatives: tuple[PipelineAlternative, ...]
+    measured_because: str | None = None
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -90,11 +92,14 @@ class PipelinePlan:
     def _head(self) -> list[str]:
         lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items())
         budget = "no budget" if self.budget is None else f"budget {_size(self.budget)}"
-        return [
+        head = [
             f"{self.seconds:.3g} s a step: {_words(self.choice)}",
             f"busy: {lanes}; {self.binding} binds",
             f"memory of a rank: at most {_size(max(self.rank_bytes))}; {budget}",
         ]
+        if self.measured_because is not None:
+            head.append(f"from real microbatches, as a dry run has no numbers: {self.measured_because}")
+        return head
 
     def _table(self) -> list[str]:
         rows = [("stage", "rank", "blocks", "forward", "backward", "weights", "memory")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -26,7 +27,7 @@ _CHAINS = "hydra_ext.split.chains"  # by name: split knows cuts, and is above th
 
 
 class _Chains(Protocol):
-    def dry_chain(
+    def microbatch_chain(
         self,
         model: nn.Module,
         example: Any,
@@ -35,7 +36,7 @@ class _Chains(Protocol):
         samples: int,
         speed: Speed | None,
         param_dtype: torch.dtype | None,
-    ) -> Chain: ...
+    ) -> tuple[Chain, str | None]: ...
 
 
 def pipeline(
@@ -65,7 +66,8 @@ def pipeline(
 
     Args:
         model: Any module, also one on meta.
-        example: Samples along the first dimension of each tensor, in any containers. The numbers are not read.
+        example: Samples along the first dimension of each tensor, in any containers. The numbers are not read, unless
+            ``fn`` needs them: then two real microbatches are made.
         fn: As for ``Pipeline.step``: returns the loss of a microbatch.
         devices: Number of devices. All are used.
         batch: Samples of a step on all devices together; by default those of ``example``.
@@ -84,7 +86,7 @@ def pipeline(
     Raises:
         PlanDoesNotFit: No choice stays within the budget.
         PlanError: The constraints contradict each other, or the batch.
-        NotOnFakeTensors: ``fn`` needs numbers.
+        NotOnFakeTensors: ``fn`` needs numbers, and the model or the example has none.
         SplitError: The forward cannot be followed.
         InvalidArgument: The card is unknown, or a number is not positive.
     """
@@ -95,7 +97,8 @@ def pipeline(
         raise nothing_possible(constraints, devices)
     speed = _speed_of(model, card, param_dtype)
     cluster = _cluster(devices, card, speed, link_of(link, card), latency, state_copies, budget)
-    return search(_dry_chains(model, example, fn, constraints.sizes(devices), speed, param_dtype), cluster, constraints)
+    chain_at, because = _chains(model, example, fn, constraints.sizes(devices), speed, param_dtype)
+    return replace(search(chain_at, cluster, constraints), measured_because=because)
 
 
 def _constraints(
@@ -132,20 +135,23 @@ def _cluster(
     )
 
 
-def _dry_chains(
+def _chains(
     model: nn.Module,
     example: Any,
     fn: Callable[[Any], Any],
     sizes: Sequence[int],
     speed: Speed,
     param_dtype: torch.dtype | None,
-) -> ChainAt:
+) -> tuple[ChainAt, str | None]:
+    """The chains of all sizes, and why microbatches had to be real ones."""
     chains = cast(_Chains, importlib.import_module(_CHAINS))
-    small, *large = (
-        chains.dry_chain(model, first_rows(example, size), fn, samples=size, speed=speed, param_dtype=param_dtype)
+    (small, because), *large = (
+        chains.microbatch_chain(
+            model, first_rows(example, size), fn, samples=size, speed=speed, param_dtype=param_dtype
+        )
         for size in sorted({sizes[0], sizes[-1]})
     )
-    return affine(small, large[0] if large else small)
+    return affine(small, large[0][0] if large else small), because
 
 
 def update_seconds(memory_speed: float, state_copies: float) -> float:
