@@ -30,7 +30,7 @@ myst_heading_anchors = 3
 nitpicky = True
 _OWN = (
     r"hydra_ext\.(_C|blocks|activations\.saving|optim\.host_optimizer|runtime|tiled\.devices|profile"
-    r"|plan\.\w+\.\w+\.Example)\b.*"
+    r"|plan\.\w+\.\w+\.Example|plan\.steps\.timeline\.TreatedStep)\b.*"
 )
 nitpick_ignore_regex = [(r"py:.*", r"(?!hydra_ext\.).*"), (r"py:.*", _OWN)]
 
