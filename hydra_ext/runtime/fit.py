@@ -133,7 +133,7 @@ class Fit:
         self._saving = saving
         self._spilling = spilling
         self._sizes: dict[int, Steps] = {}  # by the binary logarithm of their largest microbatch's bytes
-        self._now = self._steps_of(_ANY_SIZE)
+        self._steps = self._steps_of(_ANY_SIZE)
         self._kind = _LOOP
         self._profiler: Profiler | None = None  # what measures a microbatch now
         self._began: StepSeconds | None = None  # by the clocks
@@ -144,13 +144,13 @@ class Fit:
     @property
     def planner(self) -> StepPlanner:
         """Of steps as they are now."""
-        return self._now.planner
+        return self._steps.planner
 
     def _turn_to(self, size: int) -> None:
         steps = self._steps_of(size)
-        if steps is not self._now and self._profiler is not None:  # a forward without a backward
+        if steps is not self._steps and self._profiler is not None:  # a forward without a backward
             self._stop_measuring()
-        self._now = steps
+        self._steps = steps
 
     def _steps_of(self, size: int) -> Steps:
         def make_planner() -> StepPlanner:
@@ -172,7 +172,7 @@ class Fit:
         planned = self.applied
         if planned is None:
             return None
-        times = [trials.seconds[planned].seconds for trials in self._now.trials.values() if planned in trials.seconds]
+        times = [trials.seconds[planned].seconds for trials in self._steps.trials.values() if planned in trials.seconds]
         return answer(
             planned.problem,
             self._owner.budget,
@@ -190,29 +190,29 @@ class Fit:
         """
         self._turn_to(nbytes.bit_length())
         self._kind = StepKind(count, size, recompute is not False)
-        if self._now.rung is Rung.FRUGAL:
-            self._now.setbacks.frugal_steps += 1
-            if self._now.setbacks.failures or self._now.setbacks.frugal_steps >= _LOOK_AGAIN:
-                self._now.rung = Rung.MEASURED
-        self._now.setbacks.failures = 0
-        self._began = self._clocks() if self._now.rung is Rung.PLANNED else None
+        if self._steps.rung is Rung.FRUGAL:
+            self._steps.setbacks.frugal_steps += 1
+            if self._steps.setbacks.failures or self._steps.setbacks.frugal_steps >= _LOOK_AGAIN:
+                self._steps.rung = Rung.MEASURED
+        self._steps.setbacks.failures = 0
+        self._began = self._clocks() if self._steps.rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
         wanted = min(size or left, left)
-        if self._now.rung is Rung.GIVEN and (size is not None or recompute):
+        if self._steps.rung is Rung.GIVEN and (size is not None or recompute):
             self._go_as_given()
             return Decision(wanted, recompute=recompute is True)
-        if self._now.rung is Rung.PLANNED:
+        if self._steps.rung is Rung.PLANNED:
             trials = self._trials_now()
             if trials is not None:
                 planned = trials.planned
                 self._apply(planned, keeps_all=planned.keeps_all and not self._saving.given.moves)
                 together = min(size or planned.round_size, left)
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
-            self._now.rung = Rung.FRUGAL
+            self._steps.rung = Rung.FRUGAL
         self._go_frugal()
-        if self._now.rung is not Rung.FRUGAL:
+        if self._steps.rung is not Rung.FRUGAL:
             self._measure()
             return Decision(1, recompute=False, alone=True)
         return Decision(wanted, recompute=False, alone=size is None or size == 1)
@@ -225,22 +225,22 @@ class Fit:
         """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
         self._stop_measuring()
         if self.heads.be_wary():
-            self._now.rung, self._began = Rung.MEASURED, None
+            self._steps.rung, self._began = Rung.MEASURED, None
             return ""
-        self._now.setbacks.failures += 1
+        self._steps.setbacks.failures += 1
         self._began = None
-        failed, self._now.rung = self._now.rung, Rung.FRUGAL
+        failed, self._steps.rung = self._steps.rung, Rung.FRUGAL
         if failed in (Rung.GIVEN, Rung.PLANNED):
-            self._now.setbacks.of_plan = failed is Rung.PLANNED
-            if self._now.setbacks.failures < _MOST_FAILURES:
-                self._now.rung = Rung.MEASURED
+            self._steps.setbacks.of_plan = failed is Rung.PLANNED
+            if self._steps.setbacks.failures < _MOST_FAILURES:
+                self._steps.rung = Rung.MEASURED
             return ""
         together = "one at a time" if size is None or size == 1 else f"in rounds of {size}"
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:
         """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
-        trials = self._now.trials.get(self._kind)
+        trials = self._steps.trials.get(self._kind)
         if self._began is None or trials is None:
             return
         if not trials.note(self._clocks().since(self._began)) or trials.replans == _REPLANS:
@@ -264,13 +264,13 @@ class Fit:
         self._kind = _LOOP
         self.heads.is_wary = True  # nothing can be undone there
         profiler = self._profiler
-        if self._now.rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
+        if self._steps.rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
             self._go_frugal()
             self._measure()
-        elif self._now.rung is Rung.PLANNED:
+        elif self._steps.rung is Rung.PLANNED:
             trials = self._trials_now()
             if trials is None:
-                self._now.rung = Rung.FRUGAL
+                self._steps.rung = Rung.FRUGAL
                 self._go_frugal()
             else:  # nothing can be undone, so even if all is kept it can still leave
                 self._apply(trials.planned, keeps_all=False)
@@ -301,8 +301,8 @@ class Fit:
         self._saving.set_room(STRICT)
 
     def _measure(self) -> None:
-        self._now.rung = Rung.MEASURED
-        self._now.setbacks.frugal_steps = 0
+        self._steps.rung = Rung.MEASURED
+        self._steps.setbacks.frugal_steps = 0
         self._owner.core.pager.forget_activations()  # what is recorded has to be this microbatch's
         self._saving.given.set_aside(compress=True)
         self._profiler = self.planner.measure()
@@ -315,15 +315,15 @@ class Fit:
         return profiler
 
     def _settle(self) -> None:
-        if self._now.rung is Rung.MEASURED:
+        if self._steps.rung is Rung.MEASURED:
             if self._warms_up:
                 self._warms_up = False
                 self._measure()  # another one
                 return
-            self.planner.settle(self._stop_measuring(), tighten=self._now.setbacks.of_plan)
-            self._now.setbacks.of_plan = False
-            self._now.rung = Rung.PLANNED
-            self._now.trials.clear()
+            self.planner.settle(self._stop_measuring(), tighten=self._steps.setbacks.of_plan)
+            self._steps.setbacks.of_plan = False
+            self._steps.rung = Rung.PLANNED
+            self._steps.trials.clear()
 
     def _apply(self, planned: PlannedStep, *, keeps_all: bool) -> None:
         self._saving.leaves_all_on_device = keeps_all
@@ -353,13 +353,13 @@ class Fit:
 
     def _trials_now(self) -> PlanTrials | None:
         """The plans for the present kind of step; None if none fits."""
-        if self._kind not in self._now.trials:
+        if self._kind not in self._steps.trials:
             from hydra_ext.runtime.step_planner import PlanTrials
 
             plans = self._plans()
             if plans:
-                self._now.trials[self._kind] = PlanTrials(plans)
-        return self._now.trials.get(self._kind)
+                self._steps.trials[self._kind] = PlanTrials(plans)
+        return self._steps.trials.get(self._kind)
 
     def _plans(self) -> list[PlannedStep]:
         """The best plan, and the best one with the other kind of rounds if it is hardly slower. Empty if none fits."""

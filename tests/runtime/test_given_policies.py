@@ -283,7 +283,7 @@ def test_an_adaptive_bound_is_known_before_a_plan_is_made() -> None:
     assert fit.applied.compressed
     assert any(layer.saved_bytes for layer in report.layers)
     _, report, fit = gradients({"": "auto", "layers.*": Compress()}, steps=1)
-    assert fit._rung is Rung.MEASURED
+    assert fit._steps.rung is Rung.MEASURED
 
 
 # ---- contradictions -------------------------------------------------------------------------------------------------
