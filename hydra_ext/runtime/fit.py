@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -153,15 +153,10 @@ class Fit:
         self._steps = steps
 
     def _steps_of(self, size: int) -> Steps:
-        def make_planner() -> StepPlanner:
-            from hydra_ext.runtime.step_planner import StepPlanner
-
-            return StepPlanner(self._owner, self._saving, self._spilling)
-
         if size not in self._sizes:
             # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
             rung = Rung.MEASURED if self._owner.device.type == "cuda" else Rung.GIVEN
-            self._sizes[size] = Steps(rung, make_planner)
+            self._sizes[size] = Steps(rung, partial(_planner, self._owner, self._saving, self._spilling))
         return self._sizes[size]
 
     def answer(self) -> Plan | None:
@@ -375,6 +370,12 @@ class Fit:
         sizes = [1] if best.round_size > 1 else _sizes_of_rounds(count)
         other = planner.plan(count, sizes, recompute=kind.recompute)
         return [best, other] if other is not None and other.seconds <= _NEAR * best.seconds else [best]
+
+
+def _planner(owner: FitOwner, saving: Saving, spilling: Spilling | None) -> StepPlanner:
+    from hydra_ext.runtime.step_planner import StepPlanner
+
+    return StepPlanner(owner, saving, spilling)
 
 
 def _sizes_of_rounds(count: int) -> list[int]:
