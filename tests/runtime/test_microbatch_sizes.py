@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -130,20 +128,3 @@ def test_a_forward_that_is_measured_and_left_measures_no_step(is_left: bool) -> 
         loss_of(model, large).backward()
         assert fit.applied is not None
     assert saved_bytes(of_loop) == pytest.approx(LARGE * saved_bytes(of_steps), rel=0.01)
-
-
-def test_nothing_of_a_run_waits_for_the_garbage_collector() -> None:
-    torch.manual_seed(0)
-    model = SUBJECTS["tied"].make()
-    small, large = batches_of("tied")[:MICROBATCHES], batches_of("tied")[MICROBATCHES : 2 * MICROBATCHES]
-    gc.collect()
-    gc.disable()
-    try:
-        with hydra_ext.offload(model, optimizer_of(model), budget=4_000_000, device=SimulatedDevice()) as run:
-            for batches in (small, large):
-                run.step(batches, lambda batch: loss_of(model, batch))
-            left = [weakref.ref(run.fit), weakref.ref(run._saving)]
-        del run
-        assert [each() for each in left] == [None, None]
-    finally:
-        gc.enable()
