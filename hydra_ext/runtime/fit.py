@@ -40,6 +40,7 @@ _MOST_FAILURES = 3  # in one step, before the frugal way
 _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
 _REPLANS = 3  # because a forecast was far off
 _REMEDIES = "or shrink the batch, or leave round_size= in run.step and blocks= open"  # the rest has been tried
+_MOST_RESCUES = 2  # before the frugal way stays: a model may need other memory each time, whatever was measured
 _LOOK_AGAIN = 20  # frugal steps after which a microbatch is measured anew: others may have come
 
 
@@ -86,11 +87,13 @@ class Setbacks:
         failures: Rounds of this step that ran out of memory.
         of_plan: Whether a planned one did, before a microbatch is measured anew.
         frugal_steps: Steps without a plan since a microbatch was measured.
+        rescues: Steps that only the frugal way could end, since one went as planned.
     """
 
     failures: int = 0
     of_plan: bool = False
     frugal_steps: int = 0
+    rescues: int = 0
 
 
 class Steps:
@@ -185,11 +188,13 @@ class Fit:
         """
         self._turn_to(nbytes.bit_length())
         self._kind = StepKind(count, size, recompute is not False)
+        setbacks = self._steps.setbacks
         if self._steps.rung is Rung.FRUGAL:
-            self._steps.setbacks.frugal_steps += 1
-            if self._steps.setbacks.failures or self._steps.setbacks.frugal_steps >= _LOOK_AGAIN:
+            setbacks.frugal_steps += 1
+            at_once = setbacks.failures > 0 and setbacks.rescues < _MOST_RESCUES
+            if at_once or setbacks.frugal_steps >= _LOOK_AGAIN:
                 self._steps.rung = Rung.MEASURED
-        self._steps.setbacks.failures = 0
+        setbacks.failures = 0
         self._began = self._clocks() if self._steps.rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
@@ -229,12 +234,16 @@ class Fit:
             self._steps.setbacks.of_plan = failed is Rung.PLANNED
             if self._steps.setbacks.failures < _MOST_FAILURES:
                 self._steps.rung = Rung.MEASURED
+            else:
+                self._steps.setbacks.rescues += 1
             return ""
         together = "one at a time" if size is None or size == 1 else f"in rounds of {size}"
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:
         """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
+        if self._steps.rung is Rung.PLANNED:
+            self._steps.setbacks.rescues = 0
         trials = self._steps.trials.get(self._kind)
         if self._began is None or trials is None:
             return
