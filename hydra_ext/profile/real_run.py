@@ -66,7 +66,7 @@ def real_run(
     watch = Watch(cost, run=run, tensor_on=_tensor_on, elsewhere=_OnTheHost())
     try:
         with on_doubles(model, example, param_dtype=param_dtype) as given, in_rows(heads):
-            run_microbatch(watch, model, [given], fn)
+            run_microbatch(watch, model, given, fn)
     finally:
         undo.restore()
         before.restore()
@@ -74,14 +74,16 @@ def real_run(
 
 
 @contextmanager
-def on_doubles(model: nn.Module, example: Example, *, param_dtype: torch.dtype | None = None) -> Iterator[Example]:
-    """A context in which the model is on other tensors of the same numbers; gives such an example.
+def on_doubles(
+    model: nn.Module, example: Example, *, param_dtype: torch.dtype | None = None
+) -> Iterator[list[Example]]:
+    """A context in which the model is on other tensors of the same numbers; gives such an example, in a list.
 
-    Parameters share the memory of the model's. The random state is kept.
+    The list may be emptied, to free it. Parameters share the memory of the model's. The random state is kept.
     """
     place = device_of(model, None)
     with random_state_kept(place), replaced(model, _Doubles(place, param_dtype)):
-        yield _Doubles(place, None).of_value(example)
+        yield [_Doubles(place, None).of_value(example)]
 
 
 def has_numbers(model: nn.Module, example: Any) -> bool:

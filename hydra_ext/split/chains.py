@@ -122,8 +122,8 @@ def microbatch_chain(
         if not has_numbers(model, example):
             raise
         profile, because = real_run(model, example, fn, param_dtype=param_dtype, speed=speed), error.reason
-        with on_doubles(model, example, param_dtype=param_dtype) as given:
-            rehearsal = rehearse(model, fn, given, device=place)
+        with on_doubles(model, example, param_dtype=param_dtype) as (double,):
+            rehearsal = rehearse(model, fn, double, device=place)
     figures = [profile.modules[event.name] for event in rehearsal.events]
     seconds = [each.forward_seconds / max(each.calls, 1) for each in figures]
     seconds[-1] += max(profile.modules[""].forward_seconds - sum(seconds), 0.0)

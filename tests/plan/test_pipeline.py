@@ -198,7 +198,7 @@ def test_fn_that_needs_numbers_is_planned_from_real_microbatches(param_dtype: to
     assert "item" in str(real.measured_because)
     assert str(real.measured_because) in str(real)
     assert (real.choice, real.cuts) == (dry.choice, dry.cuts)
-    assert real.rank_bytes == pytest.approx(dry.rank_bytes, rel=0.01)
+    assert real.rank_bytes == pytest.approx(dry.rank_bytes, abs=16)  # a condition is a number more
     assert real.seconds == pytest.approx(dry.seconds, rel=0.01)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
