@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
 from hydra_ext.profile import Profile
 from hydra_ext.profile.dry_run import dry_run
+from hydra_ext.runtime.rounds.microbatch import Work
 from hydra_ext.runtime.step_planner import PlannedStep
 from support.runtime.fitted import (
     MICROBATCHES,
@@ -128,3 +133,33 @@ def test_a_forward_that_is_measured_and_left_measures_no_step(is_left: bool) -> 
         loss_of(model, large).backward()
         assert fit.applied is not None
     assert saved_bytes(of_loop) == pytest.approx(LARGE * saved_bytes(of_steps), rel=0.01)
+
+
+@dataclass
+class Linked:
+    x: Tensor
+    other: list[Linked]
+
+
+class Drawing(Mapping[str, Tensor]):
+    """Draws what it gives, each time that it is asked."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.rand(2, 3)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("x")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_microbatch_is_searched_without_code_of_the_user() -> None:
+    one = Linked(torch.zeros(2, 3), [])
+    one.other.append(Linked(torch.zeros(4), [one]))
+    circle: dict[str, Any] = {"x": (torch.zeros(5), deque([torch.zeros(1)]))}
+    circle["self"] = circle
+    state = torch.get_rng_state()
+    sizes = [Work(lambda _: torch.zeros(()), each, 1, None).nbytes for each in (one, circle, Drawing(), 3)]
+    assert sizes == [40, 24, 0, 0]
+    assert torch.equal(torch.get_rng_state(), state)

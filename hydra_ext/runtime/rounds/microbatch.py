@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import StateError
 from hydra_ext.outputs import check_loss, split
-from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.contents import LEAVES
 
 Microbatch = TypeVar("Microbatch")
 
@@ -39,8 +41,9 @@ class Work(Generic[Microbatch]):
 
     @property
     def nbytes(self) -> int:
-        """Of the microbatch's tensors; those in attributes of other objects are not counted."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self._microbatch))
+        """Of the tensors in the microbatch's containers and dataclasses. No code of the user runs to find them."""
+        with torch._C.DisableTorchFunction():
+            return _tensor_bytes(self._microbatch, set())
 
     def __call__(self) -> Outcome:
         loss, metrics = split(self._fn(self._microbatch))
@@ -50,6 +53,30 @@ class Work(Generic[Microbatch]):
             root = self._scaler.scale(root)
         metrics = tree_map_only(Tensor, Tensor.detach, metrics)
         return Outcome(root, loss.detach(), metrics)
+
+
+def _tensor_bytes(value: Any, known: set[int]) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if type(value) in LEAVES or id(value) in known:
+        return 0
+    known.add(id(value))  # objects may lead back to themselves
+    return sum(_tensor_bytes(member, known) for member in _members(value) if type(member) not in LEAVES)
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, UserDict):  # such as a tokenizer's BatchEncoding
+        value = value.data
+    if isinstance(value, dict):
+        return dict.values(value)
+    # Of the kind itself: a subclass may have an iterator of its own.
+    if isinstance(value, list):
+        return list.__iter__(value)
+    if isinstance(value, tuple):
+        return tuple.__iter__(value)
+    if isinstance(value, deque):
+        return deque.__iter__(value)
+    return vars(value).values() if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else ()
 
 
 def take_root(outcome: Outcome) -> Tensor:
