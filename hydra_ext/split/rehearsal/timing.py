@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from hydra_ext.state.memory import Undo
 from hydra_ext.state.randomness import host_randomness_kept
 
 Measured = TypeVar("Measured")
+Unwatched = Callable[[], AbstractContextManager[None]]
 
 
 def time_events(
@@ -52,30 +54,16 @@ def time_events(
     """
     device = device or device_of(model)
     blocks = find_blocks(model, rehearsal.blocks)
-    measured = []
-    undo, drawn = Undo(), DrawnGenerators()
-    for number in range(runs + 1):
-        surroundings = Surroundings(device)
-        try:
-            with (
-                host_randomness_kept(),
-                unchanged(model, microbatch),
-                with_stand_ins(model, device),
-                ChangeWatch(undo) as changes,
-                DrawWatch(drawn) as draws,
-            ):
-                # Only the first run watches blocks: later runs write to the same memory, and are timed without a watch.
-                unwatched = (lambda: _unwatched(changes, draws)) if number > 0 else nullcontext
-                measured.append(
-                    _run(blocks, fn, own_copy(microbatch), EventRandomness(device, seed), device, unwatched)
-                )
-        finally:
-            undo.put_back()
-            drawn.put_back()
-            surroundings.restore()
-        if len(measured[-1]) != len(rehearsal.events):
-            raise SplitError(f"fn made {len(measured[-1])} calls of blocks; in the rehearsal {len(rehearsal.events)}")
-    return [statistics.median(times) for times in zip(*measured[1:], strict=True)]
+
+    def timed(given: Any, unwatched: Unwatched) -> list[float]:
+        with with_stand_ins(model, device):
+            times = _run(blocks, fn, given, EventRandomness(device, seed), device, unwatched)
+        if len(times) != len(rehearsal.events):
+            raise SplitError(f"fn made {len(times)} calls of blocks; in the rehearsal {len(rehearsal.events)}")
+        return times
+
+    measured = _restored(model, microbatch, timed, runs, device)
+    return [statistics.median(times) for times in zip(*measured, strict=True)]
 
 
 def time_microbatch(
@@ -97,13 +85,14 @@ def time_microbatch(
     if not trained or any(parameter.is_meta for parameter in model.parameters()):
         return None
 
-    def timed(given: Any) -> tuple[float, float]:
+    def timed(given: Any, unwatched: Unwatched) -> tuple[float, float]:
         EventRandomness(device, seed).begin()
-        started = _now(device)
-        loss, _ = split(fn(given))
-        between = _now(device)
-        torch.autograd.grad(loss, trained, allow_unused=True)
-        return between - started, _now(device) - between
+        with unwatched():
+            started = _now(device)
+            loss, _ = split(fn(given))
+            between = _now(device)
+            torch.autograd.grad(loss, trained, allow_unused=True)
+            return between - started, _now(device) - between
 
     try:
         measured = _restored(model, microbatch, timed, runs, device)
@@ -130,18 +119,23 @@ def time_stage(
     device = device or device_of(model)
     stage = SplitStage(model, rehearsal, 0, len(rehearsal.events), device=device)
 
-    def timed(given: Any) -> float:
-        started = _now(device)
-        stage.forward(fn, given, None, seed=seed, divisor=1)
-        return _now(device) - started
+    def timed(given: Any, unwatched: Unwatched) -> float:
+        with unwatched():
+            started = _now(device)
+            stage.forward(fn, given, None, seed=seed, divisor=1)
+            return _now(device) - started
 
     return min(_restored(model, microbatch, timed, runs, device))
 
 
 def _restored(
-    model: nn.Module, microbatch: Any, body: Callable[[Any], Measured], runs: int, device: torch.device
+    model: nn.Module, microbatch: Any, body: Callable[[Any, Unwatched], Measured], runs: int, device: torch.device
 ) -> list[Measured]:
-    """What ``body`` returns in runs after a first one, in which alone changes are watched. All is as before then."""
+    """What ``body`` returns in runs after a first one. All is as before then.
+
+    ``body`` gets the microbatch, and a context for what is timed: the first run watches it, too, and later ones, which
+    write to the same memory, do not.
+    """
     measured = []
     undo, drawn = Undo(), DrawnGenerators()
     for number in range(runs + 1):
@@ -153,9 +147,8 @@ def _restored(
                 ChangeWatch(undo) as changes,
                 DrawWatch(drawn) as draws,
             ):
-                copy = own_copy(microbatch)
-                with _unwatched(changes, draws) if number > 0 else nullcontext():
-                    measured.append(body(copy))
+                unwatched = partial(_unwatched, changes, draws) if number > 0 else nullcontext
+                measured.append(body(own_copy(microbatch), unwatched))
         finally:
             undo.put_back()
             drawn.put_back()
@@ -169,7 +162,7 @@ def _run(
     microbatch: Any,
     randomness: EventRandomness,
     device: torch.device,
-    unwatched: Callable[[], AbstractContextManager[None]],
+    unwatched: Unwatched,
 ) -> list[float]:
     times: list[float] = []
     inside = False
