@@ -1433,12 +1433,20 @@ class HostChanges:
     """
     What is written to parameters, on either side.
     """
+    def keep_overwritten(self, keep: bool) -> None:
+        """
+        From now on keeps what forwards overwrite in parameters; False ends that, and drops what was kept.
+        """
     def moved(self) -> str:
         """
         Names of parameters that were written to since the window opened, or last was open.
         """
     def note_optimizer_step(self) -> None: ...
     def refresh(self) -> None: ...
+    def take_overwritten(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """
+        Name, host parameter and earlier numbers of each one that a forward has written to since the last call.
+        """
 
 class PendingUpdate:
     """

@@ -343,8 +343,12 @@ def _is_state(value: Any) -> bool:
 
 
 def _lying_as(buffer: Tensor, value: Tensor) -> Tensor:
-    """A copy of the value with the buffer's layout in memory, so that results computed from it have the same bits."""
-    return Layout.of(buffer).copy(value) if has_plain_numbers(buffer) else clone(value)
+    """A copy of the value with the buffer's layout in memory, so that results computed from it have the same bits.
+
+    A buffer that has been resized since has another one.
+    """
+    alike = has_plain_numbers(buffer) and buffer.shape == value.shape
+    return Layout.of(buffer).copy(value) if alike else clone(value)
 
 
 @dataclass(frozen=True)

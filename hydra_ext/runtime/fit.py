@@ -1,6 +1,7 @@
-"""Fits a run's activations into its budget: measures one microbatch, plans the step, and falls back if it fails.
+"""Fits a run's activations into its budget: measures a microbatch, plans the step, and falls back if it fails.
 
-The first microbatch runs under a stash that keeps nothing on the device, the *frugal* way, and is measured. The planner
+A step's first microbatch runs under a stash that keeps nothing on the device, the *frugal* way, and is measured. Steps
+have a plan for each size of their largest microbatch, which is the one that counts. The planner
 (:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
 bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
 time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less memory; after
@@ -12,7 +13,7 @@ Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vD
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
@@ -140,6 +141,8 @@ class Fit:
         self._kind = _LOOP
         self._profiler: Profiler | None = None  # what measures a microbatch now
         self._began: StepSeconds | None = None  # by the clocks
+        self._classes: list[int] = []  # sizes of the step's microbatches
+        self._larger_follows = False  # in this step, than the one that is measured
         # An adaptive bound is not known before a backward, so a first microbatch says nothing of streams.
         self._warms_up = saving.given.may_compress and saving.learns
         self.applied: PlannedStep | None = None
@@ -170,24 +173,28 @@ class Fit:
         planned = self.applied
         if planned is None:
             return None
-        times = [trials.seconds[planned].seconds for trials in self._steps.trials.values() if planned in trials.seconds]
+        trials = self._steps.trials.get(self._kind)
+        took = None if trials is None else trials.seconds.get(planned)
         return answer(
             planned.problem,
             self._owner.budget,
             planned.found,
-            measured=MeasuredStep(seconds=min(times, default=None), peak_bytes=self._owner.core.memory.ledger.peak),
+            measured=MeasuredStep(
+                seconds=None if took is None else took.seconds, peak_bytes=self._owner.core.memory.ledger.peak
+            ),
             heads_in_rows=self.heads.in_rows,
         )
 
     # ---- run.step ---------------------------------------------------------------------------------------------------
 
-    def step_begins(self, count: int, *, nbytes: int, size: int | None, recompute: bool | None) -> None:
-        """A step of ``count`` microbatches begins, the largest of which has tensors of ``nbytes``.
+    def step_begins(self, nbytes: Sequence[int], *, size: int | None, recompute: bool | None) -> None:
+        """A step begins whose microbatches have tensors of these bytes.
 
         ``size`` and ``recompute`` are the user's arguments.
         """
-        self._turn_to(nbytes.bit_length())
-        self._kind = StepKind(count, size, recompute is not False)
+        self._classes = [each.bit_length() for each in nbytes]
+        self._turn_to(max(self._classes))
+        self._kind = StepKind(len(nbytes), size, recompute is not False)
         setbacks = self._steps.setbacks
         if self._steps.rung is Rung.FRUGAL:
             setbacks.frugal_steps += 1
@@ -213,6 +220,8 @@ class Fit:
             self._steps.rung = Rung.FRUGAL
         self._go_frugal()
         if self._steps.rung is not Rung.FRUGAL:
+            present, *later = self._classes[-left:]
+            self._larger_follows = max(later, default=present) > present
             self._measure()
             return Decision(1, recompute=False, alone=True)
         return Decision(wanted, recompute=False, alone=size is None or size == 1)
@@ -265,7 +274,7 @@ class Fit:
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
         self._turn_to(_ANY_SIZE)
-        self._kind = _LOOP
+        self._kind, self._larger_follows = _LOOP, False
         self.heads.is_wary = True  # nothing can be undone there
         profiler = self._profiler
         if self._steps.rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
@@ -320,6 +329,9 @@ class Fit:
 
     def _settle(self) -> None:
         if self._steps.rung is Rung.MEASURED:
+            if self._larger_follows:
+                self._stop_measuring()
+                return
             if self._warms_up:
                 self._warms_up = False
                 self._measure()  # another one

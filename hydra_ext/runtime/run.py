@@ -126,8 +126,8 @@ class Run:
         plan = None if self.fit is None else self.fit.answer()
         if plan is None:
             raise StateError(
-                "run.plan(): nothing was planned. A plan follows the first microbatch, with activations='auto'; just "
-                "above the smallest budget there is none, and all saved tensors leave"
+                "run.plan(): nothing was planned. With activations='auto' a plan follows the first microbatch of a "
+                "size; just above the smallest budget there is none, and all saved tensors leave"
             )
         return plan
 
@@ -153,7 +153,7 @@ class Run:
         ``fn`` runs in threads that take turns; it must not wait for another microbatch. Its side effects outside
         blocks happen in another order than in a loop, and twice if a round runs out of device memory. Such a round is
         undone and run in another way. Microbatches run one at a time if together they would draw random numbers, or
-        access state that modules hold, in another order than a loop; or if that is planned.
+        access state that modules hold, in another order than a loop; if they write to parameters; or if planned.
 
         Args:
             microbatches: Arguments for ``fn``, one for each call.

@@ -223,7 +223,8 @@ class StepPlanner:
 
     Args:
         owner: The run.
-        given: Policies that its user gives to modules.
+        saving: Its stash.
+        spilling: What keeps the host within its budget; None without one.
 
     Attributes:
         profile: What one microbatch cost; None before it was measured.

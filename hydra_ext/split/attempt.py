@@ -13,7 +13,7 @@ from hydra_ext.split.stages.stand_ins import is_absent
 from hydra_ext.split.state.carried import attribute_tensors
 from hydra_ext.split.state.lasting import Lasting
 from hydra_ext.state.arguments import named_tensors
-from hydra_ext.state.memory import Undo
+from hydra_ext.state.memory import Places, Undo
 from hydra_ext.state.randomness import RandomState
 from hydra_ext.state.snapshot import Snapshot
 
@@ -26,6 +26,7 @@ def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -
     user's own generators.
     """
     held = Snapshot(model, microbatch)
+    places = Places(held.tensors)
     undo = Undo()
     for tensor in _written(model, lasting, microbatch):
         undo.before_write(tensor)
@@ -34,6 +35,7 @@ def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -
         yield
     except OtherWay:
         held.restore()
+        places.restore()
         undo.restore()
         generators.restore()
         raise

@@ -5,13 +5,14 @@ A mapping does not keep storages alive. Its weak reference keeps a storage's add
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from hydra_ext.state.layout import copied
 from hydra_ext.state.snapshot import Snapshot
@@ -90,6 +91,29 @@ class ByStorage(Generic[_Content]):
             del self._entries[key]
 
 
+class Places:
+    """The memory that tensors lie in at one moment, and how, so that they can be put back there.
+
+    An assignment to ``.data``, ``set_()`` and ``resize_()`` change that. Numbers are not copied.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._placed = [(tensor, tensor.detach()) for tensor in tensors if _has_place(tensor)]
+
+    def restore(self) -> None:
+        for tensor, same in self._placed:
+            if _place_of(tensor) != _place_of(same):
+                tensor.data = same
+
+
+def _has_place(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor)
+
+
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    return storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
 class Undo:
     """Copies of storages from before the first write to each."""
 
@@ -106,6 +130,8 @@ class Undo:
     def put_back(self) -> None:
         """Restores the bytes, and keeps the copies."""
         for storage, saved in self._saved.values():
+            if storage.nbytes() != saved.nbytes():  # the run has called resize_()
+                storage.resize_(saved.nbytes())
             storage.copy_(saved)
 
     def restore(self) -> None:

@@ -84,6 +84,31 @@ def test_each_size_has_a_plan_and_no_step_fails_when_they_change(name: str, budg
     assert large == pytest.approx(LARGE * small, rel=0.01)
 
 
+@pytest.mark.parametrize("sizes", [(1, 4, 4, 4), (1, 2, 4, 1), (4, 1, 1, 1), (2, 1, 4, 2)], ids=str)
+@pytest.mark.parametrize(("name", "budget"), [("convolutions", 5_000_000), ("tied", 2_500_000)])
+def test_the_largest_microbatch_of_a_step_is_the_one_that_counts(
+    name: str, budget: int, sizes: tuple[int, ...]
+) -> None:
+    usual = iter(SUBJECTS[name].batches(5 * MICROBATCHES))
+    batches = [
+        {key: torch.cat([value] * size) for key, value in next(usual).items()} for _ in range(5) for size in sizes
+    ]
+    model, left = SUBJECTS[name].make(), Left()
+    largest = batches[sizes.index(max(sizes))]
+    foreseen = dry_run(model, largest, lambda batch: loss_of(model, batch))
+    options: Any = {"device": SimulatedDevice(), "checks": Checks(poison_hosts=True)}
+    with hydra_ext.offload(model, optimizer_of(model), budget=budget, **options) as run:
+        for step, given in enumerate(steps_of(batches)):
+            left.losses += run.step(given, lambda batch: loss_of(model, batch), seeds=seeds_of(step)).losses
+        report = run.report()
+        assert run.fit is not None
+        profile = run.fit.planner.profile
+    left.state = noted(model)
+    assert not left.differences(train_plain(SUBJECTS[name], batches))
+    assert report.retries == 0
+    assert saved_bytes(profile) == pytest.approx(saved_bytes(foreseen), rel=0.05)
+
+
 def test_what_is_given_holds_after_a_plan_for_another_size() -> None:
     left, plans = trained("tied", 2_500_000, round_size=2)
     assert not left.differences(train_plain(SUBJECTS["tied"], batches_of("tied")))

@@ -120,6 +120,58 @@ def test_another_way_after_memory_without_a_name_was_written_to_is_refused() -> 
         stages.forward(other)
 
 
+# ---- places ---------------------------------------------------------------------------------------------------------
+class Moving(Layer):
+    """Puts a buffer, and a parameter that is not trained, into other memory."""
+
+    def __init__(self, move: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.key = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("mean", torch.ones(3))
+        self._move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for tensor in (self.key, self.mean):
+                self._move(tensor, tensor * 2 + 1)
+        return super().forward(x) * self.key.mean() * self.mean.mean()
+
+
+def by_data(tensor: Tensor, numbers: Tensor) -> None:
+    tensor.data = numbers
+
+
+def by_growth(tensor: Tensor, numbers: Tensor) -> None:
+    tensor.resize_(tensor.numel() + 1)
+    tensor.fill_(numbers.sum())
+
+
+MOVES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "data": by_data,
+    "set_": lambda tensor, numbers: tensor.set_(numbers),
+    "set_ to a storage": lambda tensor, numbers: tensor.set_(numbers.untyped_storage()),
+    "resize_": by_growth,
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_tensors_lie_where_they_did_after_rehearsal_and_timing(move: Callable[[Tensor, Tensor], object]) -> None:
+    model = Stack(lambda: Moving(move))
+    (batch,) = batches(1)
+    before = copy.deepcopy(model.state_dict())
+    places = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    rehearsal = rehearsed(model, text_loss, batch)
+    fn = bound(text_loss, model)
+    time_events(model, fn, batch, rehearsal, seed=SEED)
+    time_microbatch(model, fn, batch, seed=SEED)
+    time_stage(model, fn, batch, rehearsal, seed=SEED)
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == {
+        name: tensor.shape for name, tensor in before.items()
+    }
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])] == []
+    assert move is by_growth or [tensor.data_ptr() for tensor in model.state_dict().values()] == places
+
+
 # ---- generators -----------------------------------------------------------------------------------------------------
 def test_generators_are_put_back_after_a_rehearsal_and_after_timing() -> None:
     model = Stack(Draws)

@@ -2,6 +2,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/model/paged_model.h"
 
@@ -54,6 +59,18 @@ void bind_model(py::module_& module) {
   py::class_<HostChanges>(module, "HostChanges", "What is written to parameters, on either side.")
       .def("refresh", &HostChanges::refresh)
       .def("note_optimizer_step", &HostChanges::note_optimizer_step)
+      .def("keep_overwritten", &HostChanges::keep_overwritten, py::arg("keep"), gil_released,
+           "From now on keeps what forwards overwrite in parameters; False ends that, and drops what was kept.")
+      .def(
+          "take_overwritten",
+          [](HostChanges& changes) {
+            std::vector<std::tuple<std::string, at::Tensor, at::Tensor>> found;
+            for (Overwritten& each : changes.take_overwritten()) {
+              found.emplace_back(std::move(each.name), std::move(each.host), std::move(each.before));
+            }
+            return found;
+          },
+          "Name, host parameter and earlier numbers of each one that a forward has written to since the last call.")
       .def("moved", &HostChanges::moved,
            "Names of parameters that were written to since the window opened, or last was open.");
   py::class_<PendingUpdate>(module, "PendingUpdate", "An optimizer step that runs while the model goes on.")

@@ -1,6 +1,9 @@
 #include "csrc/pytorch/model/host_changes.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <iterator>
@@ -189,6 +192,7 @@ void HostChanges::note_face_written(const Page& page) {
       TORCH_CHECK(parameter->same_dtype(), "hydra_ext: the forward writes in place to '", page.name,
                   "', whose device copy is ", parameter->face.scalar_type(), " while its host parameter is ",
                   parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
+      keep(*parameter, parameter->paged);
       parameter->page->written = true;
     }
   }
@@ -210,6 +214,43 @@ void HostChanges::note_written_home() {
   mark_moved(std::move(shared));
 }
 
+void HostChanges::keep_overwritten(bool keep) {
+  const std::lock_guard lock(kept_mutex_);
+  keeps_ = keep;
+  kept_.clear();
+}
+
+void HostChanges::keep(const HostParameter& parameter, const at::Tensor& source) {
+  {
+    const std::lock_guard lock(kept_mutex_);
+    if (!keeps_ || kept_.contains(&parameter)) {
+      return;
+    }
+  }
+  // The copy is an operation of ours: neither autograd nor the user's modes see it, and no budget pays for it.
+  const HostScope on_the_host;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  at::Tensor copy = at::empty_like(source, source.options().device(at::kCPU));
+  copy.copy_(source);
+  const std::lock_guard lock(kept_mutex_);
+  kept_.emplace(&parameter, std::move(copy));
+}
+
+std::vector<Overwritten> HostChanges::take_overwritten() {
+  std::map<const HostParameter*, at::Tensor> kept;
+  {
+    const std::lock_guard lock(kept_mutex_);
+    kept.swap(kept_);
+  }
+  std::vector<Overwritten> taken;
+  for (auto& [parameter, before] : kept) {
+    taken.push_back({parameter->name, parameter->host, std::move(before)});
+  }
+  return taken;
+}
+
 std::string HostChanges::apply_faces() {
   const at::NoGradGuard no_grad;
   const HostScope on_the_host;
@@ -223,7 +264,9 @@ std::string HostChanges::apply_faces() {
       continue;
     }
     if (parameter->same_dtype() && parameter->mismatch().empty()) {
-      parameter->host.copy_(parameter->face);
+      keep(*parameter, parameter->host);
+      parameter->host.variable_data().copy_(parameter->face);  // no version counts it: none counts `.data = ...`
+      parameter->moved = true;
     } else {
       lost += (lost.empty() ? "" : "; ") +
               ("the forward gave '" + parameter->name +

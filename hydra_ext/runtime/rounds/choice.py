@@ -11,6 +11,7 @@ mode in which one microbatch does not fit is not used again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +34,8 @@ class Decision:
 class Chooser(Protocol):
     """Chooses rounds. ``size`` and ``recompute`` are the user's arguments."""
 
-    def step_begins(self, count: int, *, nbytes: int, size: int | None, recompute: bool | None) -> None:
-        """A step of ``count`` microbatches begins, the largest of which has tensors of ``nbytes``."""
+    def step_begins(self, nbytes: Sequence[int], *, size: int | None, recompute: bool | None) -> None:
+        """A step begins whose microbatches have tensors of these bytes."""
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
@@ -70,7 +71,7 @@ class Choice:
         self._measured: dict[bool, Measured] = {}
         self._largest: dict[bool, int] = {}  # by recompute: largest round allowed, once one has run out of memory
 
-    def step_begins(self, count: int, *, nbytes: int, size: int | None, recompute: bool | None) -> None:
+    def step_begins(self, nbytes: Sequence[int], *, size: int | None, recompute: bool | None) -> None:
         pass
 
     def step_ended(self) -> None:

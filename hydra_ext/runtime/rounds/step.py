@@ -146,8 +146,7 @@ class Stepper:
         last = LastGradients(updates if max_norm is not None else None, averaging)
         self._undo.step_begins(self._owner)
         self._choice.step_begins(
-            len(works),
-            nbytes=max(work.nbytes for work in works),
+            [work.nbytes for work in works],
             size=1 if self._alone or self._looped else round_size,
             recompute=recompute,
         )
@@ -334,8 +333,10 @@ class Stepper:
             held = owner.activation_bytes() - before
             if not this.repeats() or this.learn(undo.forward_ended(owner)):
                 return None
+            overwritten = self._overwritten(decision)
             last.begin()
             this.backward(undo.note_leaves, last.averaging)
+            overwritten += self._overwritten(decision)
             late = self._written_late(this)
             if late and decision.size > 1:
                 raise NotAsALoop(f"the backward of several microbatches has {late}, in another order than a loop would")
@@ -353,10 +354,21 @@ class Stepper:
         if self._alone:
             self.fallbacks += 1
         if decision.size == 1 and not self._alone:
-            self._learn_order(this, late)
+            self._learn_order(this, late, overwritten)
         return outcomes
 
-    def _learn_order(self, this: Round[Outcome], late: str) -> None:
+    def _overwritten(self, decision: Decision) -> list[str]:
+        """The parameters that the round's forwards have written to.
+
+        Raises:
+            NotAsALoop: There are some, and several microbatches, which may have read each other's numbers.
+        """
+        names = self._undo.overwritten()
+        if names and decision.size > 1:
+            raise NotAsALoop(f"several microbatches have written to the parameter '{names[0]}' in their forward")
+        return names
+
+    def _learn_order(self, this: Round[Outcome], late: str, overwritten: list[str]) -> None:
         """After a round of one microbatch, decides whether several would act as a loop; if not, warns."""
         if this.draws.turns > 1:
             late = "a microbatch draws from one generator in several turns, or also in its backward"
@@ -364,6 +376,8 @@ class Stepper:
             late = f"a microbatch's backward has {late}"
         elif this.found_more and self._undo.obstacle(whole=False):
             late = f"its effects around blocks could not be undone: {self._undo.obstacle(whole=False)}"
+        elif overwritten:
+            late = f"a microbatch has written to the parameter '{overwritten[0]}' in its forward"
         if late:
             self._alone = True
             tell_alone(late)

@@ -1,4 +1,7 @@
-"""Restores the attributes of a model's modules and of a microbatch, and all objects that are reached from them."""
+"""Restores the attributes of a model's modules and of a microbatch, and all objects that are reached from them.
+
+The numbers of tensors are restored elsewhere (:class:`hydra_ext.state.memory.Undo`), after the places that they are in.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from hydra_ext.errors import SplitError
+from hydra_ext.state.memory import Places
 from hydra_ext.state.snapshot import Snapshot
 
 
@@ -16,14 +20,18 @@ from hydra_ext.state.snapshot import Snapshot
 def unchanged(model: nn.Module, microbatch: Any) -> Iterator[None]:
     """Undoes the body's assignments, additions and removals in modules, in the microbatch, and in objects they hold.
 
+    Their tensors lie in the same memory as before, whatever ``.data``, ``set_()`` or ``resize_()`` were used for.
+
     Raises:
         SplitError: The body has advanced an iterator that one of them holds.
     """
     before = Snapshot(model, microbatch)
+    places = Places(before.tensors)
     try:
         yield
     finally:
         before.restore()
+        places.restore()
     refuse_iterators(before)
 
 

@@ -21,6 +21,7 @@ from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
 from hydra_ext.runtime.rounds.undoing.holders import Holding, holdings
 from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
+from hydra_ext.state.memory import Places
 from hydra_ext.state.randomness import RandomState
 
 
@@ -41,10 +42,12 @@ class _Moment:
     """The state before a round. Each round restores torch's random states itself."""
 
     buffers: Sequence[NotedBuffer]
+    places: Places  # of the buffers
     contents: ModuleContents
     randomness: RandomState
 
     def restore(self) -> None:
+        self.places.restore()
         restore(self.buffers)
         self.randomness.restore()
         self.contents.restore()
@@ -124,6 +127,45 @@ class Gradients:
             self._core.gradients.return_gathered(block, index, copy)
 
 
+class Overwritten:
+    """Parameters that forwards have written to, with their numbers from before, so that they can be restored.
+
+    Any model that is offloaded at present may be one that the user's function calls.
+    """
+
+    def __init__(self, owner: UndoOwner) -> None:
+        self._changes = [owner.core.changes, *(other.core.changes for other in engine.participants() if other != owner)]
+        self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # before the step's first write to each
+        self._round: dict[int, tuple[Tensor, Tensor]] = {}
+        for each in self._changes:
+            each.keep_overwritten(True)
+
+    def round_begins(self) -> None:
+        self.names()
+        self._earlier = self._round | self._earlier
+        self._round = {}
+
+    def names(self) -> list[str]:
+        """Those that were written to since the last call."""
+        found = [each for changes in self._changes for each in changes.take_overwritten()]
+        self._round = {id(parameter): (parameter, before) for _, parameter, before in found} | self._round
+        return [name for name, _, _ in found]
+
+    @torch.no_grad()
+    def restore(self, *, whole: bool) -> None:
+        """Restores those of the ``whole`` step, or of the round."""
+        self.names()
+        for parameter, before in [*self._round.values(), *(self._earlier.values() if whole else ())]:
+            parameter.copy_(before)
+        self._round = {}
+        if whole:
+            self._earlier = {}
+
+    def end(self) -> None:
+        for each in self._changes:
+            each.keep_overwritten(False)
+
+
 def models_of(owner: UndoOwner) -> list[nn.Module]:
     return [owner.model, *(other.model for other in engine.participants() if other.model is not owner.model)]
 
@@ -137,6 +179,7 @@ class Undo:
         self._round: _Moment | None = None
         self._step: _Moment | None = None
         self._gradients: Gradients | None = None
+        self._overwritten: Overwritten | None = None
         self._after_forward: Sequence[NotedBuffer] = ()
         self._contents = ModuleContents()
         self._wrote_early = False
@@ -145,14 +188,19 @@ class Undo:
     def step_begins(self, owner: UndoOwner) -> None:
         self._step = None
         self._gradients = Gradients(owner)
+        self._overwritten = Overwritten(owner)
         self._backwards_before = owner.backwards
 
     def round_begins(self, owner: UndoOwner) -> None:
         models = models_of(owner)
         self._contents = ModuleContents.of(models, self._copies)
-        self._round = _Moment(self._buffers.note(models), self._contents, RandomState())
+        buffers = self._buffers.note(models)
+        places = Places(noted.buffer for noted in buffers)
+        self._round = _Moment(buffers, places, self._contents, RandomState())
         self._wrote_early = False
         self._step = self._step or self._round
+        if self._overwritten is not None:
+            self._overwritten.round_begins()
         self._backwards = owner.backwards
 
     def forward_ended(self, owner: UndoOwner) -> list[Holding]:
@@ -164,6 +212,10 @@ class Undo:
         self._contents = contents.again()
         changed = written(self._round.buffers, self._after_forward)
         return holdings(models, [*((noted.module, noted.buffer) for noted in changed), *contents.written()])
+
+    def overwritten(self) -> list[str]:
+        """The parameters that forwards have written to since the round began, or the last call."""
+        return [] if self._overwritten is None else self._overwritten.names()
 
     def backward_has_written(self) -> bool:
         """Whether the round's backward has written to buffers or other state of modules.
@@ -195,7 +247,9 @@ class Undo:
 
     def step_ended(self) -> None:
         """Drops the notes, whether or not the step succeeded."""
-        self._round = self._step = self._gradients = None
+        if self._overwritten is not None:
+            self._overwritten.end()
+        self._round = self._step = self._gradients = self._overwritten = None
         self._after_forward, self._contents = (), ModuleContents()
 
     def moved_gradients(self, owner: UndoOwner) -> bool:
@@ -225,5 +279,7 @@ class Undo:
         self._wrote_early = False
         if moment is not None:
             moment.restore()
+        if self._overwritten is not None:
+            self._overwritten.restore(whole=whole)
         if whole and self._gradients is not None:
             self._gradients.restore()
