@@ -36,6 +36,7 @@ __all__: list[str] = [
     "DeviceBackend",
     "DiskStatistics",
     "FaultInjector",
+    "Faulting",
     "FileOperations",
     "GradientPath",
     "GradientStatistics",
@@ -1698,6 +1699,14 @@ class RoundStay:
     def stay_in(
         self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], kind: PassKind
     ) -> None: ...
+
+class Faulting:
+    """
+    Inside, operators bring device parameters that are away, also below __torch_dispatch__.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
 
 class SavedDigest:
     """

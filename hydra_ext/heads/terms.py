@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_ext import _C
 from hydra_ext.errors import StateError
 
 _aten: Any = torch.ops.aten
@@ -146,7 +147,8 @@ class Logits(Term):
                 "a head's logits, which are computed in rows when they are needed, were needed after its weight or its "
                 "input had been written to: use logits before optimizer.step(), or give more budget="
             )
-        return torch.mm(hidden, weight) if bias is None else torch.addmm(bias, hidden, weight)
+        with _C.Faulting():  # the layer's block may have made room since
+            return torch.mm(hidden, weight) if bias is None else torch.addmm(bias, hidden, weight)
 
     def _rows(self, at: slice) -> Tensor:
         self._tally.parts += 1

@@ -5,7 +5,8 @@ have a plan for each size of their largest microbatch, which is the one that cou
 (:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
 bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
 time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less memory; after
-some failures in one step the rest of it runs the frugal way.
+some failures in one step the rest of it runs the frugal way. Where that runs out of memory, too, its backward goes
+block by block in rounds of one: autograd would hold the gradient of a weight that is used twice until its last use.
 
 Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vDNN (Rhu et al., MICRO 2016).
 """
@@ -52,6 +53,10 @@ class Rung(Enum):
     MEASURED = "one, to be measured, the frugal way"
     PLANNED = "as planned"
     FRUGAL = "one at a time, with nothing on the device that could leave"
+    IN_PIECES = "likewise, in rounds, whose backward sends each gradient home at once"
+
+
+_LAST = (Rung.FRUGAL, Rung.IN_PIECES)
 
 
 class FitOwner(Protocol):
@@ -89,12 +94,14 @@ class Setbacks:
         of_plan: Whether a planned one did, before a microbatch is measured anew.
         frugal_steps: Steps without a plan since a microbatch was measured.
         rescues: Steps that only the frugal way could end, since one went as planned.
+        futile: Times that the frugal way failed. Each one doubles the steps before a microbatch is measured anew.
     """
 
     failures: int = 0
     of_plan: bool = False
     frugal_steps: int = 0
     rescues: int = 0
+    futile: int = 0
 
 
 class Steps:
@@ -196,10 +203,10 @@ class Fit:
         self._turn_to(max(self._classes))
         self._kind = StepKind(len(nbytes), size, recompute is not False)
         setbacks = self._steps.setbacks
-        if self._steps.rung is Rung.FRUGAL:
+        if self._steps.rung in _LAST:
             setbacks.frugal_steps += 1
-            at_once = setbacks.failures > 0 and setbacks.rescues < _MOST_RESCUES
-            if at_once or setbacks.frugal_steps >= _LOOK_AGAIN:
+            at_once = setbacks.failures > 0 and setbacks.rescues < _MOST_RESCUES and not setbacks.futile
+            if at_once or setbacks.frugal_steps >= _LOOK_AGAIN << setbacks.futile:
                 self._steps.rung = Rung.MEASURED
         setbacks.failures = 0
         self._began = self._clocks() if self._steps.rung is Rung.PLANNED else None
@@ -219,6 +226,8 @@ class Fit:
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
             self._steps.rung = Rung.FRUGAL
         self._go_frugal()
+        if self._steps.rung is Rung.IN_PIECES:
+            return Decision(min(size or 1, left), recompute=False)
         if self._steps.rung is not Rung.FRUGAL:
             present, *later = self._classes[-left:]
             self._larger_follows = max(later, default=present) > present
@@ -246,6 +255,11 @@ class Fit:
             else:
                 self._steps.setbacks.rescues += 1
             return ""
+        if failed is Rung.MEASURED or (failed is Rung.FRUGAL and size in (None, 1)):
+            self._steps.setbacks.futile += 1
+            if not looped:
+                self._steps.rung = Rung.IN_PIECES
+                return ""
         together = "one at a time" if size is None or size == 1 else f"in rounds of {size}"
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -121,6 +123,40 @@ def test_a_head_that_does_not_fit_runs_in_rows(choices: dict[str, Any] | None, o
     assert tally.wholes == 0
     assert report.retries == 0
     assert report.peak_bytes < SHAPE.least_bytes
+
+
+class Branched(Language):
+    """Its logits are made before blocks that need the head's room, and read behind them."""
+
+    def __init__(self) -> None:
+        super().__init__(bias=True)
+        widths = [WIDTH, 6 * WIDTH, 480, 480, 480, 480]
+        self.branch = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.embedding(tokens)
+        return self.head(hidden), self.branch(hidden).square().mean()
+
+
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_a_head_whose_block_has_made_room_is_brought_again(choices: dict[str, Any] | None) -> None:
+    def branched(model: nn.Module, given: Tensor) -> Tensor:
+        logits, other = model(given)
+        return functional.cross_entropy(logits.view(-1, CLASSES), given.view(-1) * 61) + other
+
+    torch.manual_seed(0)
+    plain = Branched()
+    model = copy.deepcopy(plain)
+    losses = in_a_loop(plain, optimizer_of(plain), branched)
+    with entered(model, TIGHT) as run:
+        assert run.optimizer is not None
+        optimizer = run.optimizer
+        found = in_a_loop(model, optimizer, branched) if choices is None else in_steps(run, branched, **choices)
+        tally, report = heads_of(run).tally, run.report()
+    assert all_equal(losses, plain, found, model)
+    assert tally.parts > 0
+    assert tally.wholes == 0
+    assert report.evictions > 0
 
 
 def test_under_autocast_it_is_the_plain_one() -> None:

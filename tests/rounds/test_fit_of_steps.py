@@ -91,6 +91,38 @@ def test_every_one_of_many_budgets_trains_as_plain_pytorch(name: str) -> None:
     assert failures(SUBJECTS[name], [*(int(1.35**power * least) for power in range(12)), ROOMY]) == []
 
 
+class Tied(nn.Module):
+    """A language model whose head is its embedding. Autograd holds the weight's gradient from one to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 96)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 640), nn.GELU(), nn.Linear(640, 96)) for _ in range(3)
+        )
+        self.head = nn.Linear(96, 512, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def test_a_weight_that_is_used_twice_trains_with_less_than_a_loop_needs() -> None:
+    subject = Subject(Tied, SUBJECTS["tied"].batch)
+    model = subject.make()
+    least = hydra_ext.plan.fit(model, subject.batches(1)[0], partial(loss_of, model)).least_bytes
+    budget = least - model.head.weight.nbytes // 2
+    with pytest.raises(torch.OutOfMemoryError):
+        train(subject, budget, looped=True)
+    left = train(subject, budget)
+    assert not left.differences(train_plain(subject))
+    assert 0 < left.retries[0] <= 2
+    assert left.retries[-1] == left.retries[0]
+
+
 def test_what_is_far_too_small_is_told_and_not_tried_for_ever() -> None:
     assert not fits(lambda budget: train(SUBJECTS["tied"], budget), least_by_hand("tied") // 2)
 

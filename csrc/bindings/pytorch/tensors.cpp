@@ -1,3 +1,4 @@
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -5,11 +6,20 @@
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/graph_marks.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/parameters/fault_key.h"
 #include "csrc/pytorch/stash/saved_digest.h"
 
 namespace py = pybind11;
 
 namespace hydra {
+
+namespace {
+
+struct Faulting {
+  bool excluded = false;
+};
+
+}  // namespace
 
 void bind_tensors(py::module_& module) {
   module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
@@ -20,6 +30,18 @@ void bind_tensors(py::module_& module) {
              "Which of the leaves the graph behind the roots reaches.");
   module.def("other_leaves", &other_leaves, py::arg("roots"),
              "The leaves that the graph behind the roots reaches, without device parameters.");
+  // Made of C: no interrupt arrives between entering and leaving.
+  py::class_<Faulting>(module, "Faulting",
+                       "Inside, operators bring device parameters that are away, also below __torch_dispatch__.")
+      .def(py::init<>())
+      .def("__enter__",
+           [](Faulting& faulting) {
+             faulting.excluded = c10::impl::tls_is_dispatch_key_excluded(kFaultKey);
+             c10::impl::tls_set_dispatch_key_excluded(kFaultKey, false);
+           })
+      .def("__exit__", [](Faulting& faulting, const py::object&, const py::object&, const py::object&) {
+        c10::impl::tls_set_dispatch_key_excluded(kFaultKey, faulting.excluded);
+      });
   module.def(
       "is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
       "Whether the tensor is a device parameter or a view of one.");
