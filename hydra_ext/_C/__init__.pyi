@@ -58,6 +58,7 @@ __all__: list[str] = [
     "ModelDisk",
     "ModelMemory",
     "ModelWindow",
+    "OverwrittenLog",
     "PAGE_ALIGNMENT",
     "PagedModel",
     "Pager",
@@ -1430,13 +1431,22 @@ class Pager:
     @property
     def statistics(self) -> PagerStatistics: ...
 
+class OverwrittenLog:
+    """
+    What forwards overwrite in the parameters of one model while this exists.
+    """
+    def take(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """
+        Name, host parameter and earlier numbers of each one that was written to since the last call.
+        """
+
 class HostChanges:
     """
     What is written to parameters, on either side.
     """
-    def keep_overwritten(self, keep: bool) -> None:
+    def log_overwritten(self) -> OverwrittenLog:
         """
-        From now on keeps what forwards overwrite in parameters; False ends that, and drops what was kept.
+        A log of what forwards overwrite in parameters from now on.
         """
     def moved(self) -> str:
         """
@@ -1444,10 +1454,6 @@ class HostChanges:
         """
     def note_optimizer_step(self) -> None: ...
     def refresh(self) -> None: ...
-    def take_overwritten(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """
-        Name, host parameter and earlier numbers of each one that a forward has written to since the last call.
-        """
 
 class PendingUpdate:
     """

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from support.rounds.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop
+import hydra_ext
+from hydra_ext import Checks
+from support.rounds.undone import FAILURES, ROOMY, WIDTH, Failure, Layer, Stack, assert_is_the_loop, in_rounds, plain
 
 
 def in_place(key: Tensor, query: Tensor) -> None:
@@ -93,6 +96,38 @@ def test_parameters_that_are_read_in_another_block_than_they_are_written(failure
 def test_a_first_round_of_one_microbatch_tells_it() -> None:
     report = assert_is_the_loop(lambda: Stack(lambda: Momentum(in_place)))
     assert (report.refusals, report.fallbacks > 0) == (0, True)
+
+
+class Taught(Stack):
+    """Learns from a model that is not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.teachers = [Momentum(in_place)]  # in no module
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=str)
+def test_another_offloaded_model_that_the_function_calls(failure: Failure | None) -> None:
+    def taught(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = model.teachers[0](x)[:, :4]
+        return (model(x) - target).pow(2).mean()
+
+    def weights(model: Any) -> list[Any]:
+        return [parameter.tolist() for parameter in model.teachers[0].parameters()]
+
+    expected = plain(Taught, weights, taught)
+    with ExitStack() as stack:
+
+        def both() -> nn.Module:
+            model = Taught()
+            stack.enter_context(hydra_ext.offload(model.teachers[0], budget=ROOMY, checks=Checks(poison_hosts=True)))
+            return model
+
+        found, report = in_rounds(both, failure, weights, taught, activations="auto")
+    assert found == expected
+    assert failure is None or report.retries > 0
 
 
 class Seldom(Momentum):

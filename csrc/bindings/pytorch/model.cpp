@@ -56,21 +56,23 @@ void bind_model(py::module_& module) {
                              "Blocks whose bytes are on the device, or on their way there.")
       .def_property_readonly("resident_bytes", released(&Pager::resident_bytes))
       .def_property_readonly("pins", released(&Pager::pins));
-  py::class_<HostChanges>(module, "HostChanges", "What is written to parameters, on either side.")
-      .def("refresh", &HostChanges::refresh)
-      .def("note_optimizer_step", &HostChanges::note_optimizer_step)
-      .def("keep_overwritten", &HostChanges::keep_overwritten, py::arg("keep"), gil_released,
-           "From now on keeps what forwards overwrite in parameters; False ends that, and drops what was kept.")
+  py::class_<OverwrittenLog, std::shared_ptr<OverwrittenLog>>(
+      module, "OverwrittenLog", "What forwards overwrite in the parameters of one model while this exists.")
       .def(
-          "take_overwritten",
-          [](HostChanges& changes) {
+          "take",
+          [](OverwrittenLog& log) {
             std::vector<std::tuple<std::string, at::Tensor, at::Tensor>> found;
-            for (Overwritten& each : changes.take_overwritten()) {
+            for (Overwritten& each : log.take()) {
               found.emplace_back(std::move(each.name), std::move(each.host), std::move(each.before));
             }
             return found;
           },
-          "Name, host parameter and earlier numbers of each one that a forward has written to since the last call.")
+          "Name, host parameter and earlier numbers of each one that was written to since the last call.");
+  py::class_<HostChanges>(module, "HostChanges", "What is written to parameters, on either side.")
+      .def("refresh", &HostChanges::refresh)
+      .def("note_optimizer_step", &HostChanges::note_optimizer_step)
+      .def("log_overwritten", &HostChanges::log_overwritten, gil_released,
+           "A log of what forwards overwrite in parameters from now on.")
       .def("moved", &HostChanges::moved,
            "Names of parameters that were written to since the window opened, or last was open.");
   py::class_<PendingUpdate>(module, "PendingUpdate", "An optimizer step that runs while the model goes on.")

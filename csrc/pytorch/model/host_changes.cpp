@@ -192,7 +192,7 @@ void HostChanges::note_face_written(const Page& page) {
       TORCH_CHECK(parameter->same_dtype(), "hydra_ext: the forward writes in place to '", page.name,
                   "', whose device copy is ", parameter->face.scalar_type(), " while its host parameter is ",
                   parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
-      keep(*parameter, parameter->paged);
+      log(*parameter, parameter->paged);
       parameter->page->written = true;
     }
   }
@@ -214,41 +214,56 @@ void HostChanges::note_written_home() {
   mark_moved(std::move(shared));
 }
 
-void HostChanges::keep_overwritten(bool keep) {
-  const std::lock_guard lock(kept_mutex_);
-  keeps_ = keep;
-  kept_.clear();
+std::vector<Overwritten> OverwrittenLog::take() {
+  const std::lock_guard lock(mutex_);
+  std::vector<Overwritten> taken;
+  for (auto& [parameter, overwritten] : std::exchange(kept_, {})) {
+    taken.push_back(std::move(overwritten));
+  }
+  return taken;
 }
 
-void HostChanges::keep(const HostParameter& parameter, const at::Tensor& source) {
+bool OverwrittenLog::has(const HostParameter& parameter) const {
+  const std::lock_guard lock(mutex_);
+  return kept_.contains(&parameter);
+}
+
+void OverwrittenLog::add(const HostParameter& parameter, const at::Tensor& before) {
+  const std::lock_guard lock(mutex_);
+  kept_.try_emplace(&parameter, Overwritten{parameter.name, parameter.host, before});
+}
+
+std::shared_ptr<OverwrittenLog> HostChanges::log_overwritten() {
+  auto log = std::make_shared<OverwrittenLog>();
+  const std::lock_guard lock(logs_mutex_);
+  std::erase_if(logs_, [](const auto& each) { return each.expired(); });
+  logs_.push_back(log);
+  return log;
+}
+
+void HostChanges::log(const HostParameter& parameter, const at::Tensor& source) {
+  std::vector<std::shared_ptr<OverwrittenLog>> logs;
   {
-    const std::lock_guard lock(kept_mutex_);
-    if (!keeps_ || kept_.contains(&parameter)) {
-      return;
+    const std::lock_guard lock(logs_mutex_);
+    for (const auto& each : logs_) {
+      if (std::shared_ptr<OverwrittenLog> log = each.lock(); log && !log->has(parameter)) {
+        logs.push_back(std::move(log));
+      }
     }
+  }
+  if (logs.empty()) {
+    return;
   }
   // The copy is an operation of ours: neither autograd nor the user's modes see it, and no budget pays for it.
   const HostScope on_the_host;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard below_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-  at::Tensor copy = at::empty_like(source, source.options().device(at::kCPU));
-  copy.copy_(source);
-  const std::lock_guard lock(kept_mutex_);
-  kept_.emplace(&parameter, std::move(copy));
-}
-
-std::vector<Overwritten> HostChanges::take_overwritten() {
-  std::map<const HostParameter*, at::Tensor> kept;
-  {
-    const std::lock_guard lock(kept_mutex_);
-    kept.swap(kept_);
+  at::Tensor before = at::empty_like(source, source.options().device(at::kCPU));
+  before.copy_(source);
+  for (const auto& each : logs) {
+    each->add(parameter, before);
   }
-  std::vector<Overwritten> taken;
-  for (auto& [parameter, before] : kept) {
-    taken.push_back({parameter->name, parameter->host, std::move(before)});
-  }
-  return taken;
 }
 
 std::string HostChanges::apply_faces() {
@@ -264,7 +279,7 @@ std::string HostChanges::apply_faces() {
       continue;
     }
     if (parameter->same_dtype() && parameter->mismatch().empty()) {
-      keep(*parameter, parameter->host);
+      log(*parameter, parameter->host);
       parameter->host.variable_data().copy_(parameter->face);  // no version counts it: none counts `.data = ...`
       parameter->moved = true;
     } else {

@@ -2,13 +2,14 @@
 //
 // Writes to hosts make slots stale. A write to one parameter is a write to all that share its memory, here or in
 // another model. Writes to faces come home when the window closes. If hosts are poisoned, their bytes are kept
-// elsewhere while a window is open. On request, the numbers that forwards overwrite are kept, to undo a round.
-// Threads: one at a time at the edges of windows, under the gate; refresh(), note_face_written(), keep_overwritten(),
-// take_overwritten() and synchronise_for_fault() on any.
+// elsewhere while a window is open. Logs have the numbers that forwards overwrite, to undo a round.
+// Threads: one at a time at the edges of windows, under the gate; refresh(), note_face_written(), log_overwritten() and
+// synchronise_for_fault() on any.
 #pragma once
 
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -25,6 +26,19 @@ struct Overwritten {
   std::string name;
   at::Tensor host;
   at::Tensor before;  // its numbers before the first write, on the host
+};
+
+/// What forwards overwrite in the parameters of one model while this exists. Threads: any.
+class OverwrittenLog {
+ public:
+  /// The parameters that were written to since the last call, with their numbers from before the first write.
+  std::vector<Overwritten> take();
+  bool has(const HostParameter& parameter) const;
+  void add(const HostParameter& parameter, const at::Tensor& before);
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<const HostParameter*, Overwritten> kept_;
 };
 
 class HostChanges {
@@ -56,10 +70,8 @@ class HostChanges {
   /// replaced. Returns a description of changes that could not be applied.
   std::string apply_faces();
 
-  /// From now on keeps what forwards overwrite; `false` ends that, and drops what was kept.
-  void keep_overwritten(bool keep);
-  /// The parameters that forwards have written to, if that is kept, since the last call.
-  std::vector<Overwritten> take_overwritten();
+  /// Returns a log of what forwards overwrite from now on.
+  std::shared_ptr<OverwrittenLog> log_overwritten();
 
   /// Tells other models to stop looking for writes to this model's memory, because it closes.
   void forget() noexcept;
@@ -82,8 +94,8 @@ class HostChanges {
   void spread_moves();
   /// Marks all parameters whose memory overlaps these extents as written.
   void mark_moved(std::vector<HostExtent> written);
-  /// Keeps the parameter's numbers, which are those of `source`, unless older ones are kept already.
-  void keep(const HostParameter& parameter, const at::Tensor& source);
+  /// Copies the parameter's numbers, which are those of `source`, for logs that do not have it.
+  void log(const HostParameter& parameter, const at::Tensor& source);
 
   ModelBlocks& blocks_;
   Pager& pager_;
@@ -93,9 +105,8 @@ class HostChanges {
   const bool poisons_;
   const HomeProcess process_;
   std::atomic<bool> all_stale_{false};
-  std::mutex kept_mutex_;
-  bool keeps_ = false;
-  std::map<const HostParameter*, at::Tensor> kept_;
+  std::mutex logs_mutex_;
+  std::vector<std::weak_ptr<OverwrittenLog>> logs_;
 };
 
 }  // namespace hydra

@@ -134,11 +134,10 @@ class Overwritten:
     """
 
     def __init__(self, owner: UndoOwner) -> None:
-        self._changes = [owner.core.changes, *(other.core.changes for other in engine.participants() if other != owner)]
+        cores = [owner.core, *(other.core for other in engine.participants() if other is not owner)]
+        self._logs = [core.changes.log_overwritten() for core in cores]
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # before the step's first write to each
         self._round: dict[int, tuple[Tensor, Tensor]] = {}
-        for each in self._changes:
-            each.keep_overwritten(True)
 
     def round_begins(self) -> None:
         self.names()
@@ -147,7 +146,7 @@ class Overwritten:
 
     def names(self) -> list[str]:
         """Those that were written to since the last call."""
-        found = [each for changes in self._changes for each in changes.take_overwritten()]
+        found = [each for log in self._logs for each in log.take()]
         self._round = {id(parameter): (parameter, before) for _, parameter, before in found} | self._round
         return [name for name, _, _ in found]
 
@@ -160,10 +159,6 @@ class Overwritten:
         self._round = {}
         if whole:
             self._earlier = {}
-
-    def end(self) -> None:
-        for each in self._changes:
-            each.keep_overwritten(False)
 
 
 def models_of(owner: UndoOwner) -> list[nn.Module]:
@@ -247,8 +242,6 @@ class Undo:
 
     def step_ended(self) -> None:
         """Drops the notes, whether or not the step succeeded."""
-        if self._overwritten is not None:
-            self._overwritten.end()
         self._round = self._step = self._gradients = self._overwritten = None
         self._after_forward, self._contents = (), ModuleContents()
 
