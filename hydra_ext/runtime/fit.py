@@ -149,7 +149,6 @@ class Fit:
         self._profiler: Profiler | None = None  # what measures a microbatch now
         self._began: StepSeconds | None = None  # by the clocks
         self._classes: list[int] = []  # sizes of the step's microbatches
-        self._larger_follows = False  # in this step, than the one that is measured
         # An adaptive bound is not known before a backward, so a first microbatch says nothing of streams.
         self._warms_up = saving.given.may_compress and saving.learns
         self.applied: PlannedStep | None = None
@@ -229,9 +228,10 @@ class Fit:
         if self._steps.rung is Rung.IN_PIECES:
             return Decision(min(size or 1, left), recompute=False)
         if self._steps.rung is not Rung.FRUGAL:
+            self._steps.rung = Rung.MEASURED
             present, *later = self._classes[-left:]
-            self._larger_follows = max(later, default=present) > present
-            self._measure()
+            if max(later, default=present) <= present:  # else a larger one follows, which is the one to measure
+                self._measure()
             return Decision(1, recompute=False, alone=True)
         return Decision(wanted, recompute=False, alone=size is None or size == 1)
 
@@ -288,7 +288,7 @@ class Fit:
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
         self._turn_to(_ANY_SIZE)
-        self._kind, self._larger_follows = _LOOP, False
+        self._kind = _LOOP
         self.heads.is_wary = True  # nothing can be undone there
         profiler = self._profiler
         if self._steps.rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
@@ -342,10 +342,7 @@ class Fit:
         return profiler
 
     def _settle(self) -> None:
-        if self._steps.rung is Rung.MEASURED:
-            if self._larger_follows:
-                self._stop_measuring()
-                return
+        if self._steps.rung is Rung.MEASURED and self._profiler is not None:
             if self._warms_up:
                 self._warms_up = False
                 self._measure()  # another one
