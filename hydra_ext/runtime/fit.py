@@ -1,7 +1,7 @@
 """Fits a run's activations into its budget: measures a microbatch, plans the step, and falls back if it fails.
 
-A step's first microbatch runs under a stash that keeps nothing on the device, the *frugal* way, and is measured. Steps
-have a plan for each size of their largest microbatch, which is the one that counts. The planner
+A step's largest microbatch runs under a stash that keeps nothing on the device, the *frugal* way, and is measured.
+Steps have a plan for each size of that microbatch. The planner
 (:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
 bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
 time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less memory; after
