@@ -94,7 +94,7 @@ class Setbacks:
         of_plan: Whether a planned one did, before a microbatch is measured anew.
         frugal_steps: Steps without a plan since a microbatch was measured.
         rescues: Steps that only the frugal way could end, since one went as planned.
-        futile: Times that the frugal way failed. Each one doubles the steps before a microbatch is measured anew.
+        futile: Times that the frugal way failed, likewise. Each doubles the steps before a microbatch is measured anew.
     """
 
     failures: int = 0
@@ -266,7 +266,7 @@ class Fit:
     def step_ended(self) -> None:
         """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
         if self._steps.rung is Rung.PLANNED:
-            self._steps.setbacks.rescues = 0
+            self._steps.setbacks.rescues = self._steps.setbacks.futile = 0
         trials = self._steps.trials.get(self._kind)
         if self._began is None or trials is None:
             return
