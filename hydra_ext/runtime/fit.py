@@ -239,7 +239,7 @@ class Fit:
         """A round has ended."""
         self._settle()
 
-    def fail(self, _decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
+    def fail(self, decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
         """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
         self._stop_measuring()
         if self.heads.be_wary():
@@ -255,12 +255,12 @@ class Fit:
             else:
                 self._steps.setbacks.rescues += 1
             return ""
-        if failed is Rung.MEASURED or (failed is Rung.FRUGAL and size in (None, 1)):
+        if failed is Rung.MEASURED or (failed is Rung.FRUGAL and (decision.alone or looped)):
             self._steps.setbacks.futile += 1
             if not looped:
                 self._steps.rung = Rung.IN_PIECES
                 return ""
-        together = "one at a time" if size is None or size == 1 else f"in rounds of {size}"
+        together = "one at a time" if decision.size == 1 or looped else f"in rounds of {decision.size}"
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import Checks
-from support.rounds.undone import FAILURES, ROOMY, WIDTH, Failure, Layer, Stack, assert_is_the_loop, in_rounds, plain
+from support.rounds.undone import (
+    FAILURES,
+    ROOMY,
+    WIDTH,
+    Failure,
+    Layer,
+    Stack,
+    assert_is_the_loop,
+    batches,
+    in_rounds,
+    plain,
+    squared,
+)
 
 
 def in_place(key: Tensor, query: Tensor) -> None:
@@ -80,6 +92,34 @@ def test_any_microbatch_is_undone(where: str, call: int) -> None:
     """The step's earlier rounds, which have written too, are undone with it once there are gradients."""
     failure = Failure(where, 2, 1, call)
     assert_is_the_loop(lambda: Stack(lambda: Momentum(in_place)), failure, activations="auto")
+
+
+def fails(times: int) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A loss that runs out of memory where the model is offloaded: in the backward of a step's second microbatch."""
+    left, second = [times], batches()[1][1]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found = squared(model, x)
+        if left[0] and "_hydra_ext_context" in vars(model) and torch.equal(x, second):
+            left[0] -= 1
+            found.register_hook(_out_of_memory)
+        return found
+
+    return loss
+
+
+def _out_of_memory(_gradient: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_that_may_fit_is_tried_whatever_size_of_rounds_was_given(size: int) -> None:
+    """Three times as planned or given, then the frugal way, then in pieces."""
+    make = lambda: Stack(lambda: Momentum(in_place))  # noqa: E731
+    report = assert_is_the_loop(make, loss=fails(4), activations="auto", round_size=size)
+    assert report.retries == 4
+    with pytest.raises(torch.OutOfMemoryError, match="ran the microbatches one at a time, with nothing"):
+        assert_is_the_loop(make, loss=fails(9), activations="auto", round_size=size)
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=str)
