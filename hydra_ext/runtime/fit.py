@@ -148,7 +148,7 @@ class Fit:
         self._kind = _LOOP
         self._profiler: Profiler | None = None  # what measures a microbatch now
         self._began: StepSeconds | None = None  # by the clocks
-        self._classes: list[int] = []  # sizes of the step's microbatches
+        self._nbytes: list[int] = []  # of the step's microbatches
         # An adaptive bound is not known before a backward, so a first microbatch says nothing of streams.
         self._warms_up = saving.given.may_compress and saving.learns
         self.applied: PlannedStep | None = None
@@ -198,8 +198,8 @@ class Fit:
 
         ``size`` and ``recompute`` are the user's arguments.
         """
-        self._classes = [each.bit_length() for each in nbytes]
-        self._turn_to(max(self._classes))
+        self._nbytes = [*nbytes]
+        self._turn_to(max(nbytes).bit_length())
         self._kind = StepKind(len(nbytes), size, recompute is not False)
         setbacks = self._steps.setbacks
         if self._steps.rung in _LAST:
@@ -229,8 +229,7 @@ class Fit:
             return Decision(min(size or 1, left), recompute=False)
         if self._steps.rung is not Rung.FRUGAL:
             self._steps.rung = Rung.MEASURED
-            present, *later = self._classes[-left:]
-            if max(later, default=present) <= present:  # else a larger one follows, which is the one to measure
+            if self._nbytes[-left] == max(self._nbytes):  # by a smaller one's figures the largest would not fit
                 self._measure()
             return Decision(1, recompute=False, alone=True)
         return Decision(wanted, recompute=False, alone=size is None or size == 1)
@@ -321,6 +320,7 @@ class Fit:
         self._saving.set_room(self._owner.budget)
 
     def _go_frugal(self) -> None:
+        self._stop_measuring()  # what an error of the user has left
         self.applied = None
         self._saving.leaves_all_on_device = False
         self._saving.given.set_aside()
@@ -345,7 +345,7 @@ class Fit:
         if self._steps.rung is Rung.MEASURED and self._profiler is not None:
             if self._warms_up:
                 self._warms_up = False
-                self._measure()  # another one
+                self._stop_measuring()  # another one is measured
                 return
             self.planner.settle(self._stop_measuring(), tighten=self._steps.setbacks.of_plan)
             self._steps.setbacks.of_plan = False

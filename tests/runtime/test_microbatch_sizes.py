@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hydra_ext
-from hydra_ext import Checks, SimulatedDevice
+from hydra_ext import Checks, Compress, SimulatedDevice
 from hydra_ext.profile import Profile
 from hydra_ext.profile.dry_run import dry_run
 from hydra_ext.runtime.rounds.microbatch import Work
@@ -31,6 +32,7 @@ from support.runtime.fitted import (
 )
 
 SMALL, LARGE = 1, 4  # times the usual rows
+Loss = Callable[[Batch], Tensor]
 SIZES = [SMALL, LARGE, SMALL, SMALL, LARGE, SMALL]  # of the steps
 
 
@@ -107,6 +109,76 @@ def test_the_largest_microbatch_of_a_step_is_the_one_that_counts(
     assert not left.differences(train_plain(SUBJECTS[name], batches))
     assert report.retries == 0
     assert saved_bytes(profile) == pytest.approx(saved_bytes(foreseen), rel=0.05)
+
+
+@contextmanager
+def offloaded(budget: int = 2**24, activations: Any = "auto") -> Iterator[tuple[hydra_ext.Run, Loss]]:
+    """A model that is trained, and the loss of a batch."""
+    model = SUBJECTS["tied"].make()
+    options: Any = {"device": SimulatedDevice(), "checks": Checks(poison_hosts=True), "activations": activations}
+    with hydra_ext.offload(model, optimizer_of(model), budget=budget, **options) as run:
+        yield run, lambda batch: loss_of(model, batch)
+
+
+def assert_measured(run: hydra_ext.Run, batch: Batch) -> None:
+    """The last microbatch that was measured is like this one, and was called once."""
+    assert run.fit is not None
+    profile = run.fit.planner.profile
+    model = SUBJECTS["tied"].make()
+    foreseen = dry_run(model, batch, lambda given: loss_of(model, given))
+    assert saved_bytes(profile) == pytest.approx(saved_bytes(foreseen), rel=0.01)
+    assert profile is not None
+    assert {figures.calls for name, figures in profile.modules.items() if name.startswith("layers.")} == {1}
+
+
+def test_of_microbatches_within_a_power_of_two_the_largest_is_measured() -> None:
+    usual = batches_of("tied")[0]
+    smaller, larger = ({"tokens": torch.cat([usual["tokens"]] * times)} for times in (3, 5))
+    with offloaded() as (run, fn):
+        run.step([smaller, larger, smaller], fn)
+        assert_measured(run, larger)
+
+
+def test_a_microbatch_after_one_that_was_measured_and_raised_is_not_measured() -> None:
+    small, large = batches_of("tied")[0], batches_of("tied")[MICROBATCHES]
+
+    def raises(batch: Batch) -> Tensor:
+        fn(batch)
+        raise KeyError("of the user")
+
+    with offloaded() as (run, fn):
+        with pytest.raises(KeyError, match="of the user"):
+            run.step([large], raises)
+        run.step([small, large], fn)
+        assert_measured(run, large)
+
+
+def test_a_microbatch_after_one_that_only_taught_the_bounds_is_not_measured() -> None:
+    small, large = batches_of("tied")[0], batches_of("tied")[MICROBATCHES]
+    with offloaded(activations={"": "auto", "layers.*": Compress()}) as (run, fn):
+        run.step([large], fn)
+        run.step([small, large], fn)
+        assert_measured(run, large)
+
+
+def test_after_a_failure_behind_the_largest_microbatch_that_of_the_next_step_is_measured() -> None:
+    small, large = batches_of("tied")[0], batches_of("tied")[MICROBATCHES]
+    calls = [0]
+
+    def fails(batch: Batch) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+        return fn(batch)
+
+    with offloaded() as (run, fn):
+        run.step([large, small], fails)
+        assert run.report().retries == 1
+        assert_measured(run, large)
+        run.step([large, small], fn)
+        assert run.fit is not None
+        assert run.fit.applied is not None
+        assert_measured(run, large)
 
 
 def test_what_is_given_holds_after_a_plan_for_another_size() -> None:
