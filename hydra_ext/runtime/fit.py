@@ -300,6 +300,8 @@ class Fit:
                 self._go_frugal()
             else:  # nothing can be undone, so even if all is kept it can still leave
                 self._apply(trials.planned, keeps_all=False)
+        elif self._steps.rung in _LAST:  # a step of another size may have left its plan
+            self._go_frugal()
 
     def backward_ended(self) -> None:
         """A backward outside ``run.step`` has ended, perhaps one that a forward has made."""

@@ -32,6 +32,7 @@ from support.runtime.fitted import (
 )
 
 SMALL, LARGE = 1, 4  # times the usual rows
+TIGHT = 1_400_000
 Loss = Callable[[Batch], Tensor]
 SIZES = [SMALL, LARGE, SMALL, SMALL, LARGE, SMALL]  # of the steps
 
@@ -179,6 +180,21 @@ def test_after_a_failure_behind_the_largest_microbatch_that_of_the_next_step_is_
         assert run.fit is not None
         assert run.fit.applied is not None
         assert_measured(run, large)
+
+
+def test_a_loop_that_no_plan_fits_runs_the_frugal_way_after_steps_that_have_a_plan() -> None:
+    small, large = batches_of("tied")[:MICROBATCHES], batches_of("tied")[MICROBATCHES]
+    with offloaded(TIGHT) as (run, fn):
+        fit = run.fit
+        assert fit is not None
+        for _ in range(2):
+            fn(large).backward()
+            assert fit.applied is None
+        for _ in range(2):
+            run.step(small, fn)
+        assert fit.applied is not None
+        fn(large).backward()
+        assert fit.applied is None
 
 
 def test_what_is_given_holds_after_a_plan_for_another_size() -> None:
