@@ -267,12 +267,15 @@ class Drawing(Mapping[str, Tensor]):
         return 1
 
 
-def test_a_microbatch_is_searched_without_code_of_the_user() -> None:
+def test_a_microbatch_of_any_depth_is_searched_without_code_of_the_user() -> None:
     one = Linked(torch.zeros(2, 3), [])
     one.other.append(Linked(torch.zeros(4), [one]))
     circle: dict[str, Any] = {"x": (torch.zeros(5), deque([torch.zeros(1)]))}
     circle["self"] = circle
+    chain: list[Any] = [torch.zeros(7)]
+    for _ in range(3000):
+        chain = [chain]
     state = torch.get_rng_state()
-    sizes = [Work(lambda _: torch.zeros(()), each, 1, None).nbytes for each in (one, circle, Drawing(), 3)]
-    assert sizes == [40, 24, 0, 0]
+    sizes = [Work(lambda _: torch.zeros(()), each, 1, None).nbytes for each in (one, circle, chain, Drawing(), 3)]
+    assert sizes == [40, 24, 28, 0, 0]
     assert torch.equal(torch.get_rng_state(), state)

@@ -43,7 +43,7 @@ class Work(Generic[Microbatch]):
     def nbytes(self) -> int:
         """Of the tensors in the microbatch's containers and dataclasses. No code of the user runs to find them."""
         with torch._C.DisableTorchFunction():
-            return _tensor_bytes(self._microbatch, set())
+            return _tensor_bytes(self._microbatch)
 
     def __call__(self) -> Outcome:
         loss, metrics = split(self._fn(self._microbatch))
@@ -55,13 +55,16 @@ class Work(Generic[Microbatch]):
         return Outcome(root, loss.detach(), metrics)
 
 
-def _tensor_bytes(value: Any, known: set[int]) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if type(value) in LEAVES or id(value) in known:
-        return 0
-    known.add(id(value))  # objects may lead back to themselves
-    return sum(_tensor_bytes(member, known) for member in _members(value) if type(member) not in LEAVES)
+def _tensor_bytes(value: Any) -> int:
+    size, known, left = 0, set[int](), [value]  # no recursion: a microbatch may be a chain of any length
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            size += value.numel() * value.element_size()
+        elif type(value) not in LEAVES and id(value) not in known:
+            known.add(id(value))  # objects may lead back to themselves
+            left += (member for member in _members(value) if type(member) not in LEAVES)
+    return size
 
 
 def _members(value: Any) -> Iterable[Any]:
