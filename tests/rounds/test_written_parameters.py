@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import Checks
+from hydra_ext.runtime.rounds.microbatch import Work
 from support.rounds.undone import (
     FAILURES,
     MICROBATCHES,
@@ -181,6 +182,24 @@ class Seldom(Momentum):
 def test_writes_that_begin_in_a_later_step(write: Callable[[Tensor, Tensor], None], failure: Failure | None) -> None:
     report = assert_is_the_loop(lambda: Stack(lambda: Seldom(write)), failure, activations="auto", round_size=2)
     assert report.fallbacks > 0
+
+
+def test_forwards_after_a_step_that_was_interrupted_before_its_first_are_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A log of what forwards overwrite would keep a copy of each parameter that they write to."""
+
+    def interrupted(_: Work[Tensor]) -> int:
+        raise KeyboardInterrupt
+
+    model = Stack(lambda: Momentum(in_place))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hydra_ext.offload(model, optimizer, budget=ROOMY, checks=Checks(poison_hosts=True)) as run:
+        monkeypatch.setattr(Work, "nbytes", property(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            run.step(batches()[0], lambda x: squared(model, x))
+        squared(model, batches()[0][0]).backward()
+        assert run._stepper._undo.overwritten() == []
 
 
 class Moves(Layer):

@@ -144,13 +144,13 @@ class Stepper:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
         updates = self._owner.updates if scaler is None else None  # a scaler writes to gradients after their arrival
         last = LastGradients(updates if max_norm is not None else None, averaging)
-        self._undo.step_begins(self._owner)
-        self._choice.step_begins(
-            [work.nbytes for work in works],
-            size=1 if self._alone or self._looped else round_size,
-            recompute=recompute,
-        )
         try:
+            self._undo.step_begins(self._owner)
+            self._choice.step_begins(
+                [work.nbytes for work in works],
+                size=1 if self._alone or self._looped else round_size,
+                recompute=recompute,
+            )
             outcomes = self._all(works, seeds, round_size, recompute, last)
             self._choice.step_ended()
             norm, skipped = self._update(optimizer, max_norm, scaler)
