@@ -54,7 +54,7 @@ class StepOutput:
 
 
 class NotAsALoop(Exception):
-    """The backward of several microbatches has had another effect than a loop's, or could not be run."""
+    """A round has had another effect than a loop, or may have had one, or its backward could not be run."""
 
 
 class SharedWithEarlier(NotAsALoop):
