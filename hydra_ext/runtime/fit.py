@@ -5,7 +5,7 @@ Steps have a plan for each size of that microbatch. The planner
 (:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
 bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
 time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less memory; after
-some failures in one step the rest of it runs the frugal way. Where that runs out of memory, too, its backward goes
+some failures the rest of the step runs the frugal way. Where that runs out of memory, too, its backward goes
 block by block in rounds of one: autograd would hold the gradient of a weight that is used twice until its last use.
 
 Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vDNN (Rhu et al., MICRO 2016).
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hydra_ext.runtime.step_planner import PlannedStep, PlanTrials, StepPlanner, StepSeconds
 
 STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
-_MOST_FAILURES = 3  # in one step, before the frugal way
+_MOST_FAILURES = 3  # before the frugal way
 _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
 _REPLANS = 3  # because a forecast was far off
 _REMEDIES = "or shrink the batch, or leave round_size= in run.step and blocks= open"  # the rest has been tried
@@ -90,10 +90,10 @@ class Setbacks:
     """What has failed.
 
     Attributes:
-        failures: Rounds of this step that ran out of memory.
+        failures: Rounds that ran out of memory, since a whole step went as planned or the frugal way.
         of_plan: Whether a planned one did, before a microbatch is measured anew.
-        frugal_steps: Steps without a plan since a microbatch was measured.
-        rescues: Steps that only the frugal way could end, since one went as planned.
+        frugal_steps: Whole steps without a plan since a microbatch was measured.
+        rescues: Steps that only the frugal way could end, since a whole one went as planned.
         futile: Times that the frugal way failed, likewise. Each doubles the steps before a microbatch is measured anew.
     """
 
@@ -203,11 +203,12 @@ class Fit:
         self._kind = StepKind(len(nbytes), size, recompute is not False)
         setbacks = self._steps.setbacks
         if self._steps.rung in _LAST:
-            setbacks.frugal_steps += 1
             at_once = setbacks.failures > 0 and setbacks.rescues < _MOST_RESCUES and not setbacks.futile
             if at_once or setbacks.frugal_steps >= _LOOK_AGAIN << setbacks.futile:
-                self._steps.rung = Rung.MEASURED
-        setbacks.failures = 0
+                self._steps.rung, setbacks.frugal_steps = Rung.MEASURED, 0
+            else:
+                setbacks.frugal_steps += 1
+            setbacks.failures = 0
         self._began = self._clocks() if self._steps.rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
@@ -264,11 +265,11 @@ class Fit:
 
     def step_ended(self) -> None:
         """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
-        if self._steps.rung is Rung.PLANNED:
-            self._steps.setbacks.rescues = self._steps.setbacks.futile = 0
         trials = self._steps.trials.get(self._kind)
         if self._began is None or trials is None:
             return
+        setbacks = self._steps.setbacks
+        setbacks.failures = setbacks.rescues = setbacks.futile = 0
         if not trials.note(self._clocks().since(self._began)) or trials.replans == _REPLANS:
             return
         if self.planner.learn(trials.planned, trials.seconds[trials.planned]):
@@ -331,7 +332,6 @@ class Fit:
 
     def _measure(self) -> None:
         self._steps.rung = Rung.MEASURED
-        self._steps.setbacks.frugal_steps = 0
         self._owner.core.pager.forget_activations()  # what is recorded has to be this microbatch's
         self._saving.given.set_aside(compress=True)
         self._profiler = self.planner.measure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import hydra_ext
 from hydra_ext import SimulatedDevice
+from hydra_ext.runtime.fit import Rung
 from support.rounds.rounds import assert_nothing_left
 from support.rounds.running_out import LAYERS, Case, train_disturbed
 from support.rounds.running_out import train_plain as train_undisturbed
@@ -258,6 +260,58 @@ def test_a_leaf_outside_of_the_model_has_its_gradient_once(size: int | None, tra
 
 def _out_of_memory(_gradient: Tensor) -> Tensor:
     raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+
+
+# ---- steps after those that fail ------------------------------------------------------------------------------------
+
+
+def undone(steps: int, microbatches: int, fails: Callable[[int, Rung], bool]) -> dict[int, int]:
+    """Makes steps that run out of memory in backward as ``fails`` says. Returns each one's undone rounds, if any."""
+    torch.manual_seed(0)
+    model, found = Scaled(), {}
+    data = list(torch.randn(microbatches, 16, 32))
+
+    def fn(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        if fails(step, fit._steps.rung):
+            loss.register_hook(_out_of_memory)
+        return loss
+
+    with hydra_ext.offload(model, optimizer_of(model), budget=2**20, device=SimulatedDevice()) as run:
+        fit = run.fit
+        assert fit is not None
+        for step in range(steps):
+            before = run.report().retries
+            run.step(data, fn)
+            found[step] = run.report().retries - before
+    return {step: retries for step, retries in found.items() if retries}
+
+
+def test_steps_in_pieces_are_looked_at_again_after_forty_and_after_eighty() -> None:
+    assert undone(124, 1, lambda _, rung: rung is not Rung.IN_PIECES) == {0: 1, 41: 1, 122: 1}
+
+
+@pytest.mark.parametrize(("planned", "then"), [(0, {42: 2, 42 + 81: 1}), (1, {43: 2, 43 + 41: 1})])
+def test_a_whole_step_that_goes_as_planned_ends_the_doubling(planned: int, then: dict[int, int]) -> None:
+    """A microbatch that was measured well does not: the plan that it brings may fail."""
+    well = range(41, 42 + planned)
+    fails = lambda step, rung: step not in well and rung in (Rung.MEASURED, Rung.PLANNED)  # noqa: E731
+    assert undone(124, 1, fails) == {0: 1, **then}
+
+
+@pytest.mark.parametrize("planned", [0, 1])
+def test_after_two_steps_that_no_plan_ends_the_next_twenty_have_none(planned: int) -> None:
+    """Then one is measured, and likewise again. A whole step that goes as planned gives two more."""
+    well = range(22, 23 + planned)
+    fails = lambda step, rung: step not in well and rung is Rung.PLANNED  # noqa: E731
+    then = {24: 3, 25: 3, 46: 3} if planned else {23: 3, 44: 3}
+    assert undone(48, 2, fails) == {0: 3, 1: 3, **then}
+
+
+def test_plans_that_fail_once_in_each_step_are_given_up_likewise() -> None:
+    """With one microbatch a step, the one that is measured after a failure ends the step."""
+    fails = lambda _, rung: rung is Rung.PLANNED  # noqa: E731
+    assert undone(32, 1, fails) == dict.fromkeys([1, 2, 3, 5, 6, 7, 29, 30, 31], 1)
 
 
 # ---- what the user gives --------------------------------------------------------------------------------------------
