@@ -12,8 +12,8 @@
 //                        until it has saved its last tensor
 //   recompute offloaded  likewise, but the inputs leave and come back
 //
-// What leaves or comes ahead of its use is in the stash, which has room for `stash_bytes`. If the room cannot hold what
-// one microbatch moves, moving does not overlap computing.
+// What leaves or comes ahead of its use is in the stash. It has `stash_bytes`, and the room of what is not yet kept or
+// not any more.
 //
 // Units are bytes, seconds and bytes a second. Plain values.
 #pragma once

@@ -128,7 +128,7 @@ struct JudgedTreatment {
 /// The last few of a row of budgets that grow by a tenth, and the given one. Neighbouring budgets share them, so that
 /// their treatments have a common origin: seconds are less uneven, and fewer in the mean.
 std::vector<Bytes> rising_budgets(Bytes least, Bytes budget) {
-  constexpr std::size_t kShared = 3;
+  constexpr std::size_t kShared = 4;
   std::vector<Bytes> budgets;
   for (Bytes shared = least; shared < budget; shared += std::min(shared / 10 + 1, budget - shared)) {
     budgets.push_back(shared);

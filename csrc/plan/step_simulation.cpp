@@ -2,17 +2,25 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <utility>
 
 namespace hydra {
 
 namespace {
 
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
 double again_seconds(const ActivationSegment& segment, ActivationOption option) {
   if (!runs_again(option)) {
     return 0;
   }
   return segment.freedom.second ? segment.freedom.second->seconds : segment.forward_seconds;
+}
+
+/// Of the seconds that bytes take, those of what has no room.
+double seconds_without_room(double seconds, Bytes bytes, Bytes room) {
+  return room >= bytes ? 0 : seconds * (1 - static_cast<double>(room) / static_cast<double>(bytes));
 }
 
 /// What a second forward saves.
@@ -23,31 +31,103 @@ Bytes again_bytes(const ActivationSegment& segment, ActivationOption option) {
   return segment.freedom.second ? segment.freedom.second->bytes : std::max(segment.saved.fresh, segment.saved.all);
 }
 
-/// Bytes that take room until a moment. The moments of later ones are not earlier.
+/// Bytes that take room for a while. What is added later goes later.
 class BytesInFlight {
  public:
-  void add(double until, Bytes bytes) {
-    entries_.emplace_back(until, bytes);
+  /// They go evenly from `begin` to `end`.
+  void add(double begin, double end, Bytes bytes) {
+    entries_.push_back({begin, end, bytes});
     bytes_ += bytes;
   }
 
-  Bytes bytes() const { return bytes_; }
-
-  /// The first moment from `now` on with at most `room` bytes in flight. Bytes that are gone by then are not counted
-  /// any more: later calls ask for later moments.
+  /// The first moment from `now` on with at most `room` bytes in flight. Later calls ask for later moments.
   double wait(double now, Bytes room) {
-    while (first_ < entries_.size() && (bytes_ > room || entries_[first_].first <= now)) {
-      now = std::max(now, entries_[first_].first);
-      bytes_ -= entries_[first_].second;
-      ++first_;
+    drop(now);
+    while (bytes_ > room && first_ < entries_.size()) {
+      const auto [begin, end, bytes] = entries_[first_];
+      const Bytes excess = bytes_ - room;
+      if (excess < bytes) {
+        return std::max(now, begin + (end - begin) * static_cast<double>(excess) / static_cast<double>(bytes));
+      }
+      now = end;
+      drop(now);
     }
     return now;
   }
 
+  /// At most so many are in flight from `now` on. Later calls ask for later moments.
+  Bytes from(double now) {
+    drop(now);
+    return bytes_;
+  }
+
+  /// The moment at which the first of them have gone; infinite if there are none.
+  double next() const { return first_ < entries_.size() ? entries_[first_].end : kNever; }
+
  private:
-  std::vector<std::pair<double, Bytes>> entries_;
+  struct Entry {
+    double begin;
+    double end;
+    Bytes bytes;
+  };
+
+  void drop(double now) {
+    for (; first_ < entries_.size() && entries_[first_].end <= now; ++first_) {
+      bytes_ -= entries_[first_].bytes;
+    }
+  }
+
+  std::vector<Entry> entries_;
   std::size_t first_ = 0;
   Bytes bytes_ = 0;
+};
+
+/// The least room from a moment to now, of stays that follow each other.
+class LeastRoom {
+ public:
+  void clear() {
+    stays_.clear();
+    first_ = 0;
+  }
+
+  void add(double begin, Bytes room) {
+    while (stays_.size() > first_ && stays_.back().room >= room) {
+      begin = stays_.back().begin;
+      stays_.pop_back();
+    }
+    stays_.push_back({begin, room});
+  }
+
+  /// The first moment from `moment` on with room for bytes; infinite if there is none yet. Later calls likewise.
+  double first(double moment, Bytes bytes) {
+    while (!stays_.empty() && from(moment) < bytes) {
+      if (next() == kNever) {
+        return kNever;
+      }
+      moment = next();
+    }
+    return stays_.empty() ? kNever : moment;
+  }
+
+  /// The least room from `moment` on. Later calls ask for later moments.
+  Bytes from(double moment) {
+    while (first_ + 1 < stays_.size() && stays_[first_ + 1].begin <= moment) {
+      ++first_;
+    }
+    return stays_[first_].room;
+  }
+
+  /// The moment of the last answer's next change; infinite if it was the last stay's.
+  double next() const { return first_ + 1 < stays_.size() ? stays_[first_ + 1].begin : kNever; }
+
+ private:
+  struct Stay {
+    double begin;
+    Bytes room;  // the least from here on
+  };
+
+  std::vector<Stay> stays_;
+  std::size_t first_ = 0;
 };
 
 /// One step, stay by stay. A stay is the time of a round in a segment, forward or backward.
@@ -59,7 +139,6 @@ class StepRun {
         machine_(machine),
         treatment_(treatment),
         record_(record),
-        stash_(treatment.stash_bytes),
         in_rounds_(treatment.round_size > 1),
         resident_(segments.size(), 0) {
     visits_.reserve(segments.size());
@@ -80,6 +159,10 @@ class StepRun {
                          static_cast<double>(moved) / machine.to_host + disk,
                          static_cast<double>(moved) / machine.to_device + disk});
       kept += treatment.round_size * kept_bytes(segment, option);
+      visits_.back().unkept = -kept;
+    }
+    for (Visit& visit : visits_) {
+      visit.unkept += kept;
     }
   }
 
@@ -93,6 +176,7 @@ class StepRun {
       passed_.bytes += resident_[i];
     }
     turned_ = now_;
+    ahead_room_.clear();
     turn(Way::kBackward);
     for (std::size_t i = segments_.size(); i-- > 0;) {
       enter(i);
@@ -122,6 +206,7 @@ class StepRun {
     double backward_seconds;
     double sending_seconds;
     double bringing_seconds;
+    Bytes unkept = 0;  // that later segments keep: not there yet in forward, gone in backward
   };
 
   /// Weights that stay, of segments that are used one after another.
@@ -141,7 +226,7 @@ class StepRun {
       record_->stays.push_back(now_);
     }
     now_ = gradients_.wait(now_, room);
-    const double before = std::exchange(entered_, now_);
+    const double entered = now_;
     const Bytes here = std::min(std::exchange(resident_[i], 0), room + slot);
     coming_.bytes -= here;
     shrink(coming_, room + slot - std::max(here, slot));
@@ -149,12 +234,17 @@ class StepRun {
     shrink(passed_, room + slot - coming_.bytes - stays);
     const Bytes lacking = segment.weight_bytes - here;
     if (lacking > 0) {
-      // Beside the segment before it, if both have room.
-      to_device_ = std::max(to_device_, room - coming_.bytes >= segment.weight_bytes ? before : now_);
+      // Ahead, as soon as there is room for them. Weights that stay until then make way if they are used later.
+      to_device_ = std::max(to_device_, std::min(weight_room_.first(to_device_, lacking), now_));
       bring(StepWorkKind::kBringWeights, i, lacking, static_cast<double>(lacking) / machine_.to_device);
       now_ = std::max(now_, to_device_);
     }
     resident_[i] = stays;
+    const Bytes weights = coming_.bytes + passed_.bytes + std::max(stays, slot);
+    free_ = treatment_.stash_bytes + std::max<Bytes>(room + slot - weights, 0);
+    on_their_way_ = std::min(free_, treatment_.stash_bytes + visits_[i].unkept);
+    weight_room_.add(entered, room + slot - std::max(stays, slot));
+    ahead_room_.add(entered, on_their_way_);
   }
 
   /// Drops those that are used last, in part if that is enough.
@@ -180,8 +270,7 @@ class StepRun {
   void forward(std::size_t i) {
     const Visit& visit = visits_[i];
     step_.compute_seconds += visit.forward_seconds;
-    const bool has_stash = visit.moved > 0 && visit.moved <= stash_;
-    now_ = has_stash ? leaving_.wait(now_, stash_ - visit.moved) : now_;
+    now_ = leaving_.wait(now_, on_their_way_);
     const double begin = now_;
     now_ += visit.forward_seconds;
     note(StepWorkKind::kForward, i, begin, now_);
@@ -189,36 +278,55 @@ class StepRun {
       return;
     }
     step_.to_host_seconds += visit.sending_seconds;
-    const double sending = std::max(to_host_, has_stash ? begin : now_);
-    // What is saved last leaves after forward.
-    to_host_ = std::max(sending + visit.sending_seconds, now_);
-    note(StepWorkKind::kSendStash, i, std::max(sending, to_host_ - visit.sending_seconds), to_host_, visit.moved);
-    if (has_stash) {
-      leaving_.add(to_host_, visit.moved);
-    } else {
-      now_ = to_host_;
-    }
+    // What is saved leaves while the segment goes on, as far as there is room. The last of it leaves after forward.
+    const double after = seconds_without_room(visit.sending_seconds, visit.moved, free_);
+    const double sent = std::max(std::max(to_host_, begin) + visit.sending_seconds, std::max(to_host_, now_) + after);
+    const double sending = std::max(to_host_, sent - visit.sending_seconds);
+    note(StepWorkKind::kSendStash, i, sending, sent, visit.moved);
+    leaving_.add(sending, sent, visit.moved);
+    to_host_ = sent;
+    now_ = leaving_.wait(now_ + after, on_their_way_);
   }
 
   void backward(std::size_t i) {
     const Visit& visit = visits_[i];
     step_.compute_seconds += visit.backward_seconds;
+    double ahead = 0;
     if (visit.moved > 0) {
-      if (visit.moved > stash_) {
-        to_device_ = std::max(to_device_, now_);
-      } else {
-        to_device_ = ahead_.wait(std::max(to_device_, turned_), stash_ - visit.moved);
-        to_device_ = leaving_.wait(to_device_, stash_ - visit.moved - ahead_.bytes());
-      }
+      const auto [bytes, moment] = come_ahead(visit);
+      ahead = bytes;
+      // What had no room comes when it is read.
+      const double late = visit.bringing_seconds * (1 - ahead / static_cast<double>(visit.moved));
+      to_device_ = std::max(to_device_, moment + late - visit.bringing_seconds);
       bring(StepWorkKind::kBringStash, i, visit.moved, visit.bringing_seconds);
       now_ = std::max(now_, to_device_);
     }
     const double begin = now_;
     now_ += visit.backward_seconds;
     note_backward(i, begin);
-    if (visit.moved > 0 && visit.moved <= stash_) {
-      ahead_.add(now_, visit.moved);
+    ahead_.add(now_, now_, static_cast<Bytes>(ahead));
+  }
+
+  /// How many of its bytes come before it reads them, as room grows since backward began, and the moment when they
+  /// have.
+  std::pair<double, double> come_ahead(const Visit& visit) {
+    const auto moved = static_cast<double>(visit.moved);
+    double come = 0;
+    double moment = std::max(to_device_, turned_);
+    while (moment < now_ && come < moved) {
+      const Bytes free = ahead_room_.from(moment) - ahead_.from(moment) - leaving_.from(moment);
+      const double end = std::min({now_, ahead_room_.next(), ahead_.next(), leaving_.next()});
+      const double more = std::max(0.0, std::min(moved, static_cast<double>(free)) - come);
+      const double seconds = visit.bringing_seconds * (more / moved);
+      if (moment + seconds > end) {
+        come += more * (end - moment) / seconds;
+        moment = end;
+      } else {
+        come += more;
+        moment = come < moved ? end : moment + seconds;
+      }
     }
+    return {come, std::max(moment, come < moved ? now_ : 0.0)};
   }
 
   void send_gradients(std::size_t i) {
@@ -229,7 +337,7 @@ class StepRun {
       to_host_ = begin + seconds;
       step_.to_host_seconds += seconds;
       note(StepWorkKind::kSendGradients, i, begin, to_host_, bytes);
-      gradients_.add(to_host_, bytes);
+      gradients_.add(to_host_, to_host_, bytes);
     }
   }
 
@@ -261,7 +369,6 @@ class StepRun {
   const ActivationMachine& machine_;
   const ActivationTreatment& treatment_;
   StepRecord* const record_;  // null: none
-  const Bytes stash_;
   const bool in_rounds_;
   std::vector<Visit> visits_;
   std::vector<Bytes> resident_;  // weights that stay
@@ -270,11 +377,14 @@ class StepRun {
   double now_ = 0;               // when compute is free
   double to_device_ = 0;         // when the lane is free
   double to_host_ = 0;
-  double entered_ = 0;  // when the present segment began
-  double turned_ = 0;   // when the round's backward began
+  double turned_ = 0;       // when the round's backward began
+  Bytes free_ = 0;          // in the present segment, beside weights that stay
+  Bytes on_their_way_ = 0;  // of this, for what leaves or comes from one segment to another
   BytesInFlight leaving_;
   BytesInFlight ahead_;
   BytesInFlight gradients_;
+  LeastRoom ahead_room_;   // for what was saved, since backward began
+  LeastRoom weight_room_;  // for weights, beside that
   SimulatedStep step_;
 };
 

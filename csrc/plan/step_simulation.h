@@ -14,12 +14,15 @@
 // of the largest block, else the segment's.
 //
 // Time: compute and two lanes, one to the device and one to the host. Weights stay as far as there is room: those that
-// are used last leave first, in part if that is enough, so that more room is never slower. They come one segment ahead
-// if there is room. What is saved leaves while forward goes on,
-// as long as the stash has room; else forward waits. Backward's bytes come in the order of their use, as far ahead as
-// the stash has room. The segments that come first fill the host. What it cannot hold takes the disk's seconds on top
-// of the lane's, each way. Gradients leave after each backward of a segment. The optimizer's seconds count as far as
-// they exceed the forward that they run behind.
+// are used last leave first, in part if that is enough, so that more room is never slower. The others come ahead, as
+// soon as there is room for them; weights that stay until then make way.
+//
+// What is saved leaves while its forward goes on, as far as there is room beside all else; else forward waits. When the
+// next segment begins, no more is on its way than the stash holds, with what later segments keep: their room is free
+// until then. Backward's bytes come in the order of their use, as far ahead as there is room of this kind since
+// backward began. What has none comes when it is read. The segments that come first fill the host. What it cannot hold
+// takes the disk's seconds on top of the lane's, each way. Gradients leave after each backward of a segment. The
+// optimizer's seconds count as far as they exceed the forward that they run behind.
 //
 // A record says what compute and the lanes do when. It changes no result.
 //

@@ -102,6 +102,7 @@ __all__: list[str] = [
     "codec",
     "human_bytes",
     "is_face",
+    "judge_activations",
     "least_activation_budget",
     "make_schedule",
     "norm_of_sums",
@@ -1795,6 +1796,22 @@ def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
 def is_face(tensor: torch.Tensor) -> bool:
     """
     Whether the tensor is a device parameter or a view of one.
+    """
+
+def judge_activations(
+    cuts: collections.abc.Sequence[collections.abc.Sequence[ActivationSegment]],
+    plan: ActivationPlan,
+    *,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+    budget: typing.SupportsInt | typing.SupportsIndex,
+    to_device: typing.SupportsFloat | typing.SupportsIndex,
+    to_host: typing.SupportsFloat | typing.SupportsIndex,
+    host_bytes: typing.SupportsInt | typing.SupportsIndex,
+    update_seconds: typing.SupportsFloat | typing.SupportsIndex,
+    disk: typing.SupportsFloat | typing.SupportsIndex,
+) -> ActivationPlan:
+    """
+    The plan with the seconds that its treatment takes in this problem.
     """
 
 def least_activation_budget(

@@ -29,6 +29,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.rounds.choice import Decision
+from hydra_ext.runtime.rounds.fibers import compute_seconds
 from hydra_ext.tracing import nothing_traced
 
 if TYPE_CHECKING:
@@ -181,10 +182,11 @@ class Fit:
             return None
         trials = self._steps.trials.get(self._kind)
         took = None if trials is None else trials.seconds.get(planned)
+        problem, found = self.planner.forecast(planned)
         return answer(
-            planned.problem,
+            problem,
             self._owner.budget,
-            planned.found,
+            found,
             measured=MeasuredStep(
                 seconds=None if took is None else took.seconds, peak_bytes=self._owner.core.memory.ledger.peak
             ),
@@ -280,7 +282,7 @@ class Fit:
         from hydra_ext.runtime.step_planner import StepSeconds
 
         on_gpu = self._owner.device.type == "cuda"
-        return StepSeconds(time.perf_counter(), None if on_gpu else time.thread_time())
+        return StepSeconds(time.perf_counter(), None if on_gpu else compute_seconds())
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 

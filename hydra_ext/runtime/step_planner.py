@@ -287,24 +287,38 @@ class StepPlanner:
         """The best plan with one of these sizes of rounds; None if none fits, or the planner takes no such step."""
         if self.profile is None:
             return None
+        try:
+            problem = self._problem(self.profile, microbatches, tuple(round_sizes), recompute=recompute)
+            found = problem.solve(int(self._budget * self._share))
+        except PlanError as error:
+            logger.info("no plan for a step's activations: %s", error)
+            return None
+        return PlannedStep(problem, found, self._budget)
+
+    def forecast(self, planned: PlannedStep) -> tuple[StepProblem, _C.ActivationPlan]:
+        """Judges a planned step anew, with the speeds that are known now."""
+        before = planned.problem
+        if before.profile is not self.profile:
+            return before, planned.found
+        setting = before.setting
+        now = self._problem(before.profile, setting.microbatches, setting.round_sizes, recompute=setting.recompute)
+        return now, now.judge(planned.found, int(self._budget * self._share))
+
+    def _problem(
+        self, profile: Profile, microbatches: int, round_sizes: tuple[int, ...], *, recompute: bool
+    ) -> StepProblem:
         to_device, to_host, disk = (lane.bytes_per_second() for lane in self._lanes)
         setting = StepSetting(
             microbatches=microbatches,
             to_device=to_device,
             to_host=to_host,
             buffer_bytes=buffer_bytes(self._owner.model),
-            round_sizes=tuple(round_sizes),
+            round_sizes=round_sizes,
             recompute=recompute,
             slowness=self._slowness,
         )
         wishes = Wishes(given=self._saving.given.policies, coding_of=self._coding.of)
-        try:
-            problem = StepProblem(self.profile, setting, self._homes(disk), wishes=wishes)
-            found = problem.solve(int(self._budget * self._share))
-        except PlanError as error:
-            logger.info("no plan for a step's activations: %s", error)
-            return None
-        return PlannedStep(problem, found, self._budget)
+        return StepProblem(profile, setting, self._homes(disk), wishes=wishes)
 
     def _homes(self, disk: float) -> Homes | None:
         """What the host holds beside saved tensors, under a host budget."""

@@ -88,7 +88,7 @@ def test_what_the_host_cannot_hold_takes_the_seconds_of_the_disk(on_host: int, r
 
 
 def test_with_a_disk_the_host_limits_no_plan_but_makes_moving_dearer() -> None:
-    given: dict[str, Any] = {"microbatches": 1, "budget": 250, "to_device": 1e3, "to_host": 1e3}
+    given: dict[str, Any] = {"microbatches": 1, "budget": 110, "to_device": 1e3, "to_host": 1e3}
     cuts = [[segment(recompute=_C.RecomputeScope.ALONE)] * 3]
     with pytest.raises(PlanError, match="on the host"):
         _C.plan_activations([[segment()] * 3], **given, host_bytes=50)

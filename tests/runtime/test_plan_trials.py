@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hydra_ext
 from hydra_ext import SimulatedDevice
+from hydra_ext.runtime import fit
+from hydra_ext.runtime.rounds.fibers import compute_seconds
 from hydra_ext.runtime.step_planner import PlanTrials, StepSeconds
 from support.runtime.fitted import optimizer_of
 from support.runtime.layered import WIDTH, Layered, data, loss_of
@@ -133,6 +136,7 @@ def test_a_forecast_is_corrected_where_the_first_microbatch_took_longer_than_oth
         hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run,
     ):
         monkeypatch.setattr(time, "thread_time", lambda: clock.now)
+        monkeypatch.setattr(fit, "compute_seconds", lambda: clock.now)
         foreseen, took = [], []
 
         def step(batch: list[Tensor]) -> None:
@@ -148,6 +152,40 @@ def test_a_forecast_is_corrected_where_the_first_microbatch_took_longer_than_oth
         # Other shapes are measured in a microbatch that is no longer the first one.
         step([torch.cat([x] * 2) for x in microbatches])
         assert foreseen[-1] == pytest.approx(took[-1], rel=0.15)
+
+
+def test_a_plan_is_judged_anew_with_what_was_learnt_since() -> None:
+    model = Layered(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    with hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run:
+        run.step(data(1), lambda x: loss_of(model, x))
+        run.step(data(1), lambda x: loss_of(model, x))
+        before, planned = run.plan(), run.fit.applied
+        assert planned is not None
+        computed = 1.5 * before.lanes["compute"]
+        assert run.fit.planner.learn(planned, StepSeconds(computed, computed))
+        after = run.plan()
+        assert after.lanes["compute"] == pytest.approx(computed)
+        assert after.seconds >= computed
+        assert after.peak_bytes == before.peak_bytes
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_the_threads_of_a_round_compute_counts(size: int) -> None:
+    model = Layered(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    spent: list[float] = []  # by threads other than this one
+
+    def fn(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        if threading.current_thread() is not threading.main_thread():
+            spent.append(time.thread_time())
+        return loss
+
+    with hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run:
+        before = compute_seconds() - time.thread_time()
+        run.step(data(4), fn, round_size=size)
+        found = compute_seconds() - time.thread_time() - before
+    assert len(spent) == 4
+    assert found > sum(spent)
 
 
 def test_a_plan_that_was_left_does_not_take_weights_from_the_next_one() -> None:

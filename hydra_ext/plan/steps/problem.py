@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -201,6 +202,21 @@ class StepProblem:
             round_sizes=setting.round_sizes,
             effort=effort,
             disk=self.homes.disk,
+        )
+
+    def judge(self, found: _C.ActivationPlan, budget: int) -> _C.ActivationPlan:
+        """The same treatment with this problem's seconds. It may take more than the budget."""
+        setting = self.setting
+        return _C.judge_activations(
+            self._cuts,
+            found,
+            microbatches=setting.microbatches,
+            budget=max(budget - setting.buffer_bytes, found.peak_bytes),
+            to_device=setting.to_device,
+            to_host=setting.to_host,
+            host_bytes=self.homes.room,
+            update_seconds=setting.update_seconds,
+            disk=self.homes.disk or math.inf,  # of unknown speed: planned as if it took no time
         )
 
     def kept_bytes(self, found: _C.ActivationPlan) -> int:

@@ -14,6 +14,7 @@ import contextvars
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -44,6 +45,11 @@ class Cancelled(BaseException):
 def current() -> Fiber[Any] | None:
     """The fiber whose thread is the calling one; None for other threads."""
     return getattr(_local, "fiber", None)
+
+
+def compute_seconds() -> float:
+    """CPU seconds of the calling thread, and of the fibers that it has joined."""
+    return time.thread_time() + float(getattr(_local, "of_fibers", 0.0))
 
 
 class WriteListener(Protocol):
@@ -103,6 +109,7 @@ class Fiber(Generic[Result]):
         self._cancelled = False
         self._ended = False
         self._errors: list[BaseException] = []
+        self._seconds = 0.0  # of the CPU
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._rested: SimpleQueue[None] = SimpleQueue()
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -152,6 +159,7 @@ class Fiber(Generic[Result]):
 
     def join(self) -> None:
         self._thread.join()
+        _local.of_fibers = getattr(_local, "of_fibers", 0.0) + self._seconds
 
     def _wait(self) -> None:
         interrupts: list[BaseException] = []
@@ -199,6 +207,7 @@ class Fiber(Generic[Result]):
             self._end()
 
     def _end(self) -> None:
+        self._seconds = time.thread_time()
         _local.fiber = None
         self._work = None
         self._ended = True

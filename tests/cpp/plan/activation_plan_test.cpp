@@ -125,10 +125,29 @@ TEST(StepSimulation, WithoutMovingAStepTakesItsCompute) {
   EXPECT_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kOffload), 18);
 }
 
-TEST(StepSimulation, WithoutAStashMovingDoesNotOverlapComputing) {
-  const ActivationMachine machine = machine_of(10'000, 100);
-  EXPECT_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kOffload), 18 + 2 * 3 * 2);
-  EXPECT_DOUBLE_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kRecomputeOffloaded), 24 + 2 * 3 * 0.2);
+TEST(StepSimulation, WithoutRoomMovingDoesNotOverlapComputing) {
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine_of(7, 100), 2, Option::kOffload), 18 + 2 * 3 * 2);
+  EXPECT_DOUBLE_EQ(seconds_of(plain_segment(), 3, machine_of(107, 100), 2, Option::kRecomputeOffloaded),
+                   24 + 2 * 3 * 0.2);
+}
+
+TEST(StepSimulation, WhatIsSavedLeavesBesideItsForwardAsFarAsThereIsRoom) {
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine_of(57, 100), 2, Option::kOffload), 18 + 2 * 3 * 1.5);
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine_of(107, 100), 2, Option::kOffload), 18 + 2 * 3 * 1);
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine_of(10'000, 100), 2, Option::kOffload), 18 + 2 * 3 * 1);
+}
+
+TEST(StepSimulation, WhatLaterSegmentsKeepServesAsAStashUntilThen) {
+  const std::vector<ActivationSegment> segments(4, plain_segment());
+  const ActivationMachine machine = machine_of(307, 100);
+  const auto seconds = [&](const std::vector<Option>& options) {
+    return simulate_step(segments, machine, 1, {options, 1, 0}).seconds;
+  };
+  using enum Option;
+  // The second segment's bytes come beside the third's backward, and the first's beside the second's.
+  EXPECT_EQ(seconds({kOffload, kOffload, kKeep, kKeep}), 12);
+  EXPECT_EQ(seconds({kOffload, kOffload, kOffload, kKeep}), 12 + 2);
+  EXPECT_EQ(seconds({kOffload, kOffload, kOffload, kOffload}), 12 + 4);
 }
 
 TEST(StepSimulation, AStashHidesMovingBehindComputing) {
@@ -138,6 +157,17 @@ TEST(StepSimulation, AStashHidesMovingBehindComputing) {
   // On a slow lane compute waits for what comes, also in backward.
   const ActivationMachine slow = machine_of(10'000, 50);
   EXPECT_EQ(seconds_of(plain_segment(), 3, slow, 1, Option::kOffload, 1, 1000), 3 + 2 + 6);
+}
+
+TEST(StepSimulation, WeightsComeAheadAsSoonAsThereIsRoom) {
+  std::vector<ActivationSegment> segments(3, plain_segment());
+  segments[2].weight_bytes = 200;
+  const auto seconds = [&](Bytes budget) {
+    return simulate_step(segments, machine_of(budget, 100), 1, {std::vector<Option>(3, Option::kKeep), 1, 0}).seconds;
+  };
+  EXPECT_EQ(seconds(10'000), 9);
+  segments[1].backward_bytes = 500;  // the second segment leaves no room
+  EXPECT_EQ(seconds(700), 9 + 2);
 }
 
 TEST(StepSimulation, WeightsThatHaveRoomComeOnce) {
