@@ -12,7 +12,21 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import Checks
-from support.rounds.undone import FAILURES, ROOMY, WIDTH, Failure, Layer, Stack, assert_is_the_loop, in_rounds, plain
+from hydra_ext.state.memory import is_gone, weak
+from support.rounds.undone import (
+    FAILURES,
+    LAYERS,
+    MICROBATCHES,
+    ROOMY,
+    STEPS,
+    WIDTH,
+    Failure,
+    Layer,
+    Stack,
+    assert_is_the_loop,
+    in_rounds,
+    plain,
+)
 
 
 def in_place(key: Tensor, query: Tensor) -> None:
@@ -130,6 +144,12 @@ def test_another_offloaded_model_that_the_function_calls(failure: Failure | None
     assert failure is None or report.retries > 0
 
 
+EARLY = (*FAILURES, Failure("forward", step=0, call=1), Failure("backward", step=0, call=2))
+
+
+# ---- writes that come and go ----------------------------------------------------------------------------------------
+
+
 class Seldom(Momentum):
     """Writes in some microbatches only: their first number is that of the step."""
 
@@ -145,7 +165,7 @@ def test_writes_that_begin_in_a_later_step(write: Callable[[Tensor, Tensor], Non
 
 
 class Moves(Layer):
-    """A buffer that lies in other memory after each forward, and one that grows."""
+    """Tensors that lie in other memory after each forward, and some that grow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +180,91 @@ class Moves(Layer):
         return super().forward(x) + self.mean * self.history.max()
 
 
+class HeldMoves(Layer):
+    """Likewise, but not as buffers: in attributes and in containers, small and large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.zeros(WIDTH), torch.zeros(LARGE)]
+        self.large = torch.zeros(LARGE)
+        self.history = torch.zeros(1)
+        self.grown = {"of": torch.zeros(1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.held[0].data = self.held[0] * 0.5 + x.mean(0)
+            self.held[1].data = self.held[1] + 1
+            self.large.data = self.large + self.held[1]
+            self.history.resize_(self.history.numel() + 1)
+            self.history[-1] = self.held[0].sum()
+            self.grown["of"].data = torch.cat([self.grown["of"], self.large[:1]])
+        seen = self.history.max() + self.large[-1] + self.held[1][0] + self.grown["of"].sum()
+        return super().forward(x) + self.held[0] * seen / 100
+
+
+LARGE = 2**18 + 1  # more than a tensor has that is compared each time
+
+
+def of_history(model: Any) -> list[Any]:
+    layers = [layer for layer in model.layers if isinstance(layer, HeldMoves)]
+    return [(layer.history.tolist(), layer.grown["of"].tolist(), layer.large[0].item()) for layer in layers]
+
+
 @pytest.mark.parametrize("choices", SIZES, ids=str)
+@pytest.mark.parametrize("failure", EARLY, ids=str)
+@pytest.mark.parametrize("layer", [Moves, HeldMoves])
+def test_tensors_that_move_and_grow(
+    layer: Callable[[], Layer], failure: Failure | None, choices: dict[str, Any]
+) -> None:
+    report = assert_is_the_loop(lambda: Stack(layer), failure, extra=of_history, activations="auto", **choices)
+    assert failure is None or report.retries > 0
+
+
+class Bank(Layer):
+    """A large buffer that one step writes without a new version, and the next one with."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("bank", torch.zeros(LARGE))
+        else:
+            self.bank = torch.zeros(LARGE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if x[0, 0] == 0:
+                self.bank.data.add_(x.sum())
+            else:
+                self.bank.add_(1)
+        return super().forward(x) * (1 + torch.tanh(self.bank[-1]))
+
+
 @pytest.mark.parametrize("failure", FAILURES, ids=str)
-def test_buffers_that_move_and_grow(failure: Failure | None, choices: dict[str, Any]) -> None:
-    assert_is_the_loop(lambda: Stack(Moves), failure, activations="auto", **choices)
+@pytest.mark.parametrize("buffer", [False, True])
+def test_large_tensors_are_put_back_to_what_they_were(buffer: bool, failure: Failure | None) -> None:
+    make = lambda: Stack(lambda: Bank(buffer=buffer))  # noqa: E731
+    report = assert_is_the_loop(make, failure, extra=lambda model: model.layers[0].bank.sum().item())
+    assert failure is None or report.retries > 0
+
+
+def test_memory_that_a_buffer_leaves_is_free_at_once() -> None:
+    freed: list[bool] = []
+
+    class Leaves(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(LARGE))
+            self.held = torch.zeros(LARGE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for each in (self.mean, self.held):
+                    before = weak(each.untyped_storage())
+                    each.data = each + 1
+                    freed.append(is_gone(before))
+            return super().forward(x) * (1 + self.mean[0])
+
+    report = assert_is_the_loop(lambda: Stack(Leaves), Failure("forward", step=0, call=1), activations="auto")
+    assert report.retries > 0
+    assert len(freed) > 2 * LAYERS * MICROBATCHES * STEPS
+    assert all(freed)

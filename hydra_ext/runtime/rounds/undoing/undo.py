@@ -21,7 +21,6 @@ from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
 from hydra_ext.runtime.rounds.undoing.holders import Holding, holdings
 from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
-from hydra_ext.state.memory import Places
 from hydra_ext.state.randomness import RandomState
 
 
@@ -42,12 +41,10 @@ class _Moment:
     """The state before a round. Each round restores torch's random states itself."""
 
     buffers: Sequence[NotedBuffer]
-    places: Places  # of the buffers
     contents: ModuleContents
     randomness: RandomState
 
     def restore(self) -> None:
-        self.places.restore()
         restore(self.buffers)
         self.randomness.restore()
         self.contents.restore()
@@ -190,8 +187,7 @@ class Undo:
         models = models_of(owner)
         self._contents = ModuleContents.of(models, self._copies)
         buffers = self._buffers.note(models)
-        places = Places(noted.buffer for noted in buffers)
-        self._round = _Moment(buffers, places, self._contents, RandomState())
+        self._round = _Moment(buffers, self._contents, RandomState())
         self._wrote_early = False
         self._step = self._step or self._round
         if self._overwritten is not None:
