@@ -268,3 +268,35 @@ def test_memory_that_a_buffer_leaves_is_free_at_once() -> None:
     assert report.retries > 0
     assert len(freed) > 2 * LAYERS * MICROBATCHES * STEPS
     assert all(freed)
+
+
+# ---- which parameters are trained -----------------------------------------------------------------------------------
+
+
+class Thaws(Layer):
+    """Is trained from the end of its first forward on, or of one in a later step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.linear.weight.requires_grad_(False)
+        self._step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if x[0, 0] >= self._step:
+            self.linear.weight.requires_grad_(True)
+        return made
+
+
+@pytest.mark.parametrize("choices", SIZES, ids=str)
+@pytest.mark.parametrize("failure", EARLY, ids=str)
+def test_a_weight_that_a_forward_begins_to_train(failure: Failure | None, choices: dict[str, Any]) -> None:
+    step = 0 if failure is None else failure.step
+
+    class First(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0] = Thaws(step)
+
+    report = assert_is_the_loop(First, failure, activations="auto", **choices)
+    assert failure is None or report.retries > 0

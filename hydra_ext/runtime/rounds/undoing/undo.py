@@ -36,18 +36,35 @@ class UndoOwner(engine.BackwardParticipant, Protocol):
     spills: bool
 
 
+class Training:
+    """Which parameters are trained at one moment: a forward may change ``requires_grad``."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._noted = [(*named, named[1].requires_grad) for model in models for named in model.named_parameters()]
+
+    def changed(self) -> list[str]:
+        return [name for name, parameter, trained in self._noted if parameter.requires_grad != trained]
+
+    def restore(self) -> None:
+        for _, parameter, trained in self._noted:
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
+
+
 @dataclass(frozen=True)
 class _Moment:
     """The state before a round. Each round restores torch's random states itself."""
 
     buffers: Sequence[NotedBuffer]
     contents: ModuleContents
+    training: Training
     randomness: RandomState
 
     def restore(self) -> None:
         restore(self.buffers)
         self.randomness.restore()
         self.contents.restore()
+        self.training.restore()
 
 
 @dataclass(frozen=True)
@@ -187,7 +204,7 @@ class Undo:
         models = models_of(owner)
         self._contents = ModuleContents.of(models, self._copies)
         buffers = self._buffers.note(models)
-        self._round = _Moment(buffers, self._contents, RandomState())
+        self._round = _Moment(buffers, self._contents, Training(models), RandomState())
         self._wrote_early = False
         self._step = self._step or self._round
         if self._overwritten is not None:
@@ -205,8 +222,9 @@ class Undo:
         return holdings(models, [*((noted.module, noted.buffer) for noted in changed), *contents.written()])
 
     def overwritten(self) -> list[str]:
-        """The parameters that forwards have written to since the round began, or the last call."""
-        return [] if self._overwritten is None else self._overwritten.names()
+        """The parameters that were written to since the round began, or the last call, or trained no more or anew."""
+        changed = [] if self._round is None else self._round.training.changed()
+        return changed if self._overwritten is None else self._overwritten.names() + changed
 
     def backward_has_written(self) -> bool:
         """Whether the round's backward has written to buffers or other state of modules.
