@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,6 +28,7 @@ from support.rounds.undone import (
     assert_is_the_loop,
     in_rounds,
     plain,
+    squared,
 )
 
 
@@ -144,7 +147,133 @@ def test_another_offloaded_model_that_the_function_calls(failure: Failure | None
     assert failure is None or report.retries > 0
 
 
+# ---- around the model's own forward ---------------------------------------------------------------------------------
+
+
+def told_in_fn(write: Callable[[Tensor, Tensor], None]) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a loss that writes to a weight of the model before it calls the model."""
+
+    def told(model: Any, x: Tensor) -> Tensor:
+        layer = model.layers[1]
+        with torch.no_grad():
+            for key, query in zip(layer.key.parameters(), layer.linear.parameters(), strict=True):
+                write(key, query)
+        return squared(model, x)
+
+    return told
+
+
+def nothing(_key: Tensor, _query: Tensor) -> None:
+    pass
+
+
 EARLY = (*FAILURES, Failure("forward", step=0, call=1), Failure("backward", step=0, call=2))
+
+
+@pytest.mark.parametrize("choices", SIZES, ids=str)
+@pytest.mark.parametrize("failure", EARLY, ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_in_fn_are_undone(
+    write: Callable[[Tensor, Tensor], None], failure: Failure | None, choices: dict[str, Any]
+) -> None:
+    make = lambda: Stack(lambda: Momentum(nothing))  # noqa: E731
+    report = assert_is_the_loop(make, failure, loss=told_in_fn(write), activations="auto", **choices)
+    assert failure is None or report.retries > 0
+
+
+@pytest.mark.parametrize("failure", EARLY, ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_teacher_that_fn_moves(write: Callable[[Tensor, Tensor], None], failure: Failure | None) -> None:
+    def moved(model: Any, x: Tensor) -> Tensor:
+        teacher, layer = model.teachers[0], model.layers[0]
+        with torch.no_grad():
+            for key, query in zip(teacher.linear.parameters(), layer.linear.parameters(), strict=True):
+                write(key, query)
+            target = teacher(x)[:, :4]
+        return (model(x) - target).pow(2).mean()
+
+    def weights(model: Any) -> list[Any]:
+        return [parameter.tolist() for parameter in model.teachers[0].parameters()]
+
+    expected = plain(Taught, weights, moved)
+    with ExitStack() as stack:
+
+        def both() -> nn.Module:
+            model = Taught()
+            stack.enter_context(hydra_ext.offload(model.teachers[0], budget=ROOMY))
+            return model
+
+        found, report = in_rounds(both, failure, weights, moved, activations="auto")
+    assert found == expected
+    assert failure is None or report.retries > 0
+
+
+def test_parameters_are_watched_until_the_optimizer_writes_to_them() -> None:
+    """A log of all that it writes would take as much of the host as the model."""
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[set[str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append({str(torch._C._dispatch_keys(parameter)) for parameter in model.parameters()})
+
+    def looked(x: Tensor) -> Tensor:
+        look()
+        return squared(model, x)
+
+    look()
+    with hydra_ext.offload(model, optimizer, budget=ROOMY, activations="auto") as run:
+        optimizer.register_step_pre_hook(look)
+        run.step([torch.randn(4, WIDTH)], looked)
+    look()
+    before, in_fn, in_optimizer, after = seen
+    assert before == in_optimizer == after
+    assert before.isdisjoint(in_fn)
+
+
+class Trained(nn.Module):
+    """A model with a state of its own, which another thread trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.norm(self.linear(x))
+        return out
+
+
+def test_a_model_that_another_thread_trains_is_not_undone() -> None:
+    torch.manual_seed(0)
+    mine, theirs = Stack(), Trained()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (mine, theirs)]
+    x, expected = torch.randn(4, WIDTH), copy.deepcopy(theirs)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(x).pow(3).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fails_once(inner: Tensor) -> Tensor:
+        if not theirs.calls:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(train, theirs, optimizers[1]).result()
+            raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+        return squared(mine, inner)
+
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.1))
+    with (
+        hydra_ext.offload(theirs, optimizers[1], budget=ROOMY),
+        hydra_ext.offload(mine, optimizers[0], budget=ROOMY) as run,
+    ):
+        run.step([x], fails_once)
+        assert run.report().retries == 1
+    assert theirs.calls == 1
+    for one, other in zip(theirs.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
 
 
 # ---- writes that come and go ----------------------------------------------------------------------------------------

@@ -98,9 +98,9 @@ class ModuleContents:
 
     _copies: Copies | None = None
     _apart: set[int] = field(default_factory=set)  # identities of modules that are not entered from others
-    _names: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    _hooks: list[tuple[Any, Any]] = field(default_factory=list)
-    _no_hooks: list[Any] = field(default_factory=list)  # empty dictionaries of hooks, of which no copies are made
+    # With the module's empty dictionaries of hooks, of which no copies are made.
+    _names: list[tuple[nn.Module, dict[str, Any], list[Any]]] = field(default_factory=list)
+    _hooks: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
     _empty: list[tuple[nn.Module, Any]] = field(default_factory=list)
     _noted: list[_Noted] = field(default_factory=list)
     _tensors: list[tuple[nn.Module, NotedTensor]] = field(default_factory=list)
@@ -119,11 +119,11 @@ class ModuleContents:
         contents = cls(copies, {*map(id, modules)})
         known: set[int] = set()
         for module in modules:
-            names = module.__dict__
-            before = {name: value for name, value in names.items() if name not in _OWN}
-            contents._names.append((names, before))
+            before = {name: value for name, value in module.__dict__.items() if name not in _OWN}
+            no_hooks: list[Any] = []
+            contents._names.append((module, before, no_hooks))
             contents._note_buffer_names(module, module._buffers)
-            contents._note(module, contents._without_hooks(before), known)
+            contents._note(module, contents._without_hooks(module, before, no_hooks), known)
             contents._note(module, classes_of(type(module)), known)
         return contents
 
@@ -142,7 +142,7 @@ class ModuleContents:
         else:
             self._empty.append((module, buffers))
 
-    def _without_hooks(self, names: dict[str, Any]) -> list[Any]:
+    def _without_hooks(self, owner: nn.Module, names: dict[str, Any], no_hooks: list[Any]) -> list[Any]:
         """The values of attributes that may hold state; dictionaries of hooks are replaced by the single hooks."""
         found: list[Any] = []
         for name, value in names.items():
@@ -151,10 +151,10 @@ class ModuleContents:
                 continue
             if name in OF_EVERY_MODULE and kind in CONTAINERS:
                 if value:
-                    self._hooks.append((value, value.copy()))
+                    self._hooks.append((owner, value, value.copy()))
                     found += value.values() if isinstance(value, dict) else ()
                 else:
-                    self._no_hooks.append(value)
+                    no_hooks.append(value)
             else:
                 found.append(value)
         return found
@@ -251,17 +251,21 @@ class ModuleContents:
         def as_then(value: Any) -> Any:
             return mapped_tuple(value, as_then) if isinstance(value, tuple) else moved.get(id(value), value)
 
-        for names, before in self._names:
+        for module, before, no_hooks in self._names:
+            names = module.__dict__
             for name in [name for name in names if name not in before and name not in _OWN]:
                 del names[name]
             for name, value in before.items():
                 then = as_then(value) if moved else value
                 if names.get(name, _ABSENT) is not then:
                     names[name] = then
-        for hooks, saved in self._hooks:
+            for hooks in no_hooks:
+                if hooks:
+                    hooks.clear()
+        for _, hooks, saved in self._hooks:
             for kind in kinds_of(hooks):
                 kind.put(hooks, kind.save(saved))
-        for container in [*self._no_hooks, *(container for _, container in self._empty)]:
+        for _, container in self._empty:
             if container:
                 container.clear()
         for noted in self._noted:
@@ -269,6 +273,22 @@ class ModuleContents:
             noted.kind.put(noted.value, saved)
         for _, tensor in self._tensors:
             tensor.restore()
+
+
+def without(contents: ModuleContents, modules: Collection[nn.Module]) -> ModuleContents:
+    """The contents without what these modules hold. An object that several hold is the first one's."""
+    if not modules:
+        return contents
+    return ModuleContents(
+        contents._copies,
+        contents._apart,
+        [each for each in contents._names if each[0] not in modules],
+        [each for each in contents._hooks if each[0] not in modules],
+        [each for each in contents._empty if each[0] not in modules],
+        [each for each in contents._noted if each.owner not in modules],
+        [each for each in contents._tensors if each[0] not in modules],
+        [each for each in contents._iterators if each[0].owner not in modules],
+    )
 
 
 def _is_named_once(noted: _Noted) -> bool:
