@@ -35,6 +35,7 @@ __all__: list[str] = [
     "DISK_WORKING_SETS",
     "DeviceBackend",
     "DiskStatistics",
+    "FaceWrites",
     "FaultInjector",
     "Faulting",
     "FileOperations",
@@ -1718,6 +1719,18 @@ class Faulting:
     def __enter__(self) -> None: ...
     def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
     def __init__(self) -> None: ...
+
+class FaceWrites:
+    """
+    What this thread writes to device parameters inside, to be undone afterwards.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+    def undo(self) -> None:
+        """
+        Restores the parameters' numbers and versions.
+        """
 
 class SavedDigest:
     """

@@ -9,6 +9,7 @@
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/parameters/face_writes.h"
 #include "csrc/pytorch/parameters/overlapping_memory.h"
 #include "csrc/pytorch/threads/gil.h"
 
@@ -198,6 +199,7 @@ void HostChanges::note_face_written(const Page& page) {
                   "', whose device copy is ", parameter->face.scalar_type(), " while its host parameter is ",
                   parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
       log(*parameter, parameter->paged);
+      FaceWrites::note(*parameter);
       parameter->page->written = true;
     }
   }
