@@ -35,6 +35,7 @@ __all__: list[str] = [
     "DISK_WORKING_SETS",
     "DeviceBackend",
     "DiskStatistics",
+    "FaceWrites",
     "FaultInjector",
     "Faulting",
     "FileOperations",
@@ -1434,20 +1435,25 @@ class Pager:
 
 class OverwrittenLog:
     """
-    What forwards overwrite in the parameters of one model while this exists.
+    What a step overwrites in the parameters of one model while this exists.
     """
     def take(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """
         Name, host parameter and earlier numbers of each one that was written to since the last call.
+        """
+    @property
+    def is_elsewhere(self) -> bool:
+        """
+        Whether other threads have entered the model, and the step's have not.
         """
 
 class HostChanges:
     """
     What is written to parameters, on either side.
     """
-    def log_overwritten(self) -> OverwrittenLog:
+    def log_overwritten(self, is_own: bool) -> OverwrittenLog:
         """
-        A log of what forwards overwrite in parameters from now on.
+        A log of what is overwritten in parameters from now on. is_own: whether the step trains this model.
         """
     def moved(self) -> str:
         """
@@ -1714,6 +1720,18 @@ class Faulting:
     def __enter__(self) -> None: ...
     def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
     def __init__(self) -> None: ...
+
+class FaceWrites:
+    """
+    What this thread writes to device parameters inside, to be undone afterwards.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+    def undo(self) -> None:
+        """
+        Restores the parameters' numbers and versions.
+        """
 
 class SavedDigest:
     """

@@ -134,10 +134,14 @@ class RecomputedModule(StandIn):
         in_full = self._calls < CALLS_IN_FULL
         self._calls += 1
         call = _CheckedCall(self, args, kwargs, in_full=in_full)
-        versions = [*_versions(call.tensors), *call.parameters]
+        # A second call's writes to device parameters are undone. No others can be.
+        others = [parameter for parameter, _ in call.parameters if not _C.is_face(parameter)]
+        versions = _versions([*call.tensors, *others])
+        numbers = _digest(others if in_full else ())  # a write through `.data` changes no version
         tensors = [*call.tensors, *_witness(self.module)]
         output = checkpoint(call, *tensors, use_reentrant=False, early_stop=not in_full)
-        if any(_version(tensor) != version for tensor, version in versions):
+        written = any(_version(tensor) != version for tensor, version in versions)
+        if written or not _digest(others if in_full else ()).equals(numbers):
             raise UnsupportedModel(
                 f"a {type(self.module).__name__} writes to its inputs, or to its parameters, so a second call would "
                 "compute with other numbers: choose hydra_ext.Recompute() for the module around it, or another policy"
@@ -212,7 +216,7 @@ class RecomputedModules:
 
 
 class _CheckedCall(RepeatableCall):
-    """A repeatable call that raises before the second call if a parameter or buffer has changed since the first.
+    """A repeatable call. Before the second one it raises if a buffer, or a parameter that is saved, has changed.
 
     Attributes:
         parameters: Parameters of the module, each with its version before the call.
@@ -250,12 +254,7 @@ class _CheckedCall(RepeatableCall):
 
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
-        noted = [*self.parameters, *self.trusted]
-        now = [*self._owner.module.parameters(), *(buffer for buffer, _ in self.trusted)]
-        same = len(now) == len(noted) and all(
-            one is other and _version(one) == version for one, (other, version) in zip(now, noted, strict=True)
-        )
-        if not same:
+        if self.has_stale_parameters or any(_version(buffer) != version for buffer, version in self.trusted):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation, or "
                 f"replaced: a parameter or buffer of a {self._kind} that is called a second time in backward, after "
@@ -289,6 +288,13 @@ def _held(core: _C.Stash, tensor: Tensor) -> Callable[[], Tensor]:
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     return [(tensor, _version(tensor)) for tensor in tensors]
+
+
+def _digest(tensors: Iterable[Tensor]) -> _C.SavedDigest:
+    digest = _C.SavedDigest([])
+    for tensor in tensors:
+        digest.add(tensor.detach())
+    return digest
 
 
 def _version(tensor: Tensor) -> int:

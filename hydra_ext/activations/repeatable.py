@@ -3,11 +3,14 @@
 A repetition finds the module's buffers and attributes as they were, and the random states of the process. Containers
 among the arguments, such as caches that a block appends to, are as before, too. State that a module keeps elsewhere is
 unknown. So the tensors that a repetition saves are compared, each time, with those that the first call saved.
+
+A repetition finds parameters as they are now, and what it writes to device parameters is undone. A parameter that the
+call saved must not have changed since, as autograd demands without a repetition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +25,10 @@ from hydra_ext.activations.call_state import CallState, Hold
 from hydra_ext.activations.functional import steps_aside
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.state.arguments import Arguments, tensors_in
+from hydra_ext.state.memory import Places, storage_key
 from hydra_ext.state.numbers import version_of
 from hydra_ext.state.randomness import RandomState
-from hydra_ext.tracing import not_traced
+from hydra_ext.tracing import not_traced, nothing_traced
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
@@ -81,7 +85,7 @@ class RepeatableCall:
         self._random: RandomState | None = None
         self._saved = _C.SavedDigest([])
         self._given = self._saved
-        self._writes_arguments = False
+        self._watched = _Watched(())
 
     @not_traced
     def __call__(self, *tensors: Tensor) -> Any:
@@ -92,10 +96,11 @@ class RepeatableCall:
         versions = list(map(version_of, tensors))
         state = CallState(self._module)
         self._random = RandomState(own=self._arguments.sources)
-        self._saved = _C.SavedDigest([*self._module.parameters()])
-        with added_to(self._saved, call=self):
+        parameters = [*self._module.parameters()]
+        self._saved, self._watched = _C.SavedDigest(parameters), _Watched(parameters)
+        with added_to(self._saved, self._watched.note, call=self):
             output = self._call(args, kwargs)
-        self._writes_arguments = versions != list(map(version_of, tensors))
+        self._watched.writes_arguments = versions != list(map(version_of, tensors))
         if self._in_full:
             self._given = self._digest_of(output)
         state.drop_unchanged(self._hold)
@@ -106,6 +111,11 @@ class RepeatableCall:
     def trusted(self) -> list[tuple[Tensor, int]]:
         """Buffers of the module that the second call uses as they are, and their versions after the first."""
         return [] if self._state is None else self._state.trusted
+
+    @property
+    def has_stale_parameters(self) -> bool:
+        """Whether a parameter that the first call saved was written to since, or replaced."""
+        return self._watched.differ_from(self._module.parameters())
 
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
@@ -122,12 +132,14 @@ class RepeatableCall:
                 f"the forward of a {type(self._module).__name__} that is recomputed goes backward through itself "
                 "before it has ended, as torch.autograd.grad does: choose hydra_ext.Offload() or hydra_ext.Keep()"
             )
-        if self._writes_arguments:  # their first numbers are lost, and other code uses the new ones
+        # The first numbers of arguments that were written to are lost, and other code uses the new ones.
+        if self._watched.writes_arguments or self.has_stale_parameters:
             raise self.deviation()
         args, kwargs = self._arguments.filled([_by_itself(tensor) for tensor in tensors])
         saved = self._saved.fresh()
         try:
             with (
+                _parameters_kept(self._module),
                 self._random.in_place(),
                 self._state.in_place() as trace,
                 added_to(saved, trace.note_saved, call=self),
@@ -163,6 +175,43 @@ class RepeatableCall:
             "its forward reads or changes state that is neither a buffer nor an attribute of its modules nor an "
             "argument"
         )
+
+
+class _Watched:
+    """What a first call changes that a second one needs, and the parameters that it saves, with their versions then.
+
+    Attributes:
+        writes_arguments: Whether it has written to its arguments.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.writes_arguments = False
+        self._own = {storage_key(parameter): parameter for parameter in parameters}
+        self._saved: list[tuple[Tensor, int]] = []
+
+    @nothing_traced
+    def note(self, tensor: Tensor) -> None:
+        """Notes that the call saves this tensor."""
+        parameter = self._own.get(storage_key(tensor))
+        if parameter is not None:
+            self._saved.append((parameter, version_of(parameter)))
+
+    def differ_from(self, parameters: Iterable[Tensor]) -> bool:
+        there = {id(parameter) for parameter in parameters}
+        return any(id(known) not in there or version_of(known) != version for known, version in self._saved)
+
+
+@contextmanager
+def _parameters_kept(module: nn.Module) -> Iterator[None]:
+    """Writes to device parameters inside are undone."""
+    places = Places(module.parameters())
+    writes = _C.FaceWrites()
+    try:
+        with writes:
+            yield
+    finally:
+        places.restore()
+        writes.undo()
 
 
 @dataclass(frozen=True)

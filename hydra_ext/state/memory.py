@@ -106,6 +106,39 @@ class Places:
                 tensor.data = same
 
 
+@dataclass(frozen=True)
+class WeakPlace:
+    """The memory that a tensor lies in at one moment, and how. It does not keep the memory alive.
+
+    Attributes:
+        memory: Weak reference to the storage.
+        where: Storage, offset, sizes and strides; empty for a tensor without such memory.
+    """
+
+    memory: StorageWeakRef | None
+    where: tuple[Any, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> WeakPlace:
+        if not _has_place(tensor) or storage_key(tensor) == id(tensor):
+            return WeakPlace(None, ())
+        return WeakPlace(weak(tensor.untyped_storage()), _place_of(tensor))
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return not self.where or self.where == _place_of(tensor)
+
+    def take(self, tensor: Tensor) -> None:
+        """Puts a tensor that is elsewhere back. If the memory is gone, it gets other memory without its numbers."""
+        if self.is_of(tensor) or self.memory is None:
+            return
+        _, offset, size, stride = self.where
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        if storage is None:
+            tensor.data = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+        else:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
 def _has_place(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor)
 

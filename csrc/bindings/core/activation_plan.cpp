@@ -130,17 +130,6 @@ void bind_activation_plan(py::module_& module) {
       py::arg("host_bytes") = kAllBytes, py::arg("update_seconds") = 0.0, py::arg("round_sizes") = std::vector<int>(),
       py::arg("effort") = 1.0, py::arg("disk") = 0.0, Released(),
       "The fastest treatment found that fits. Lanes are in bytes a second. No round_sizes: all that are worth trying.");
-  module.def(
-      "judge_activations",
-      [](std::vector<SegmentList> cuts, const ActivationPlan& plan, int microbatches, Bytes budget, double to_device,
-         double to_host, Bytes host_bytes, double update_seconds, double disk) {
-        return judge_activations(make_problem(std::move(cuts), microbatches, budget, to_device, to_host, host_bytes,
-                                              update_seconds, {}, disk),
-                                 plan.cut, plan.treatment);
-      },
-      py::arg("cuts"), py::arg("plan"), py::kw_only(), py::arg("microbatches"), py::arg("budget"), py::arg("to_device"),
-      py::arg("to_host"), py::arg("host_bytes"), py::arg("update_seconds"), py::arg("disk"), Released(),
-      "The plan with the seconds that its treatment takes in this problem.");
   module.def("simulate_activations", &simulate, py::arg("segments"), py::kw_only(), py::arg("options"),
              py::arg("round_size"), py::arg("stash_bytes"), py::arg("microbatches"), py::arg("budget"),
              py::arg_v("to_device", kNoLimit, "float('inf')"), py::arg_v("to_host", kNoLimit, "float('inf')"),

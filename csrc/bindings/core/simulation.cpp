@@ -57,16 +57,31 @@ void bind_verifier(py::module_& module, py::class_<Schedule>& schedule_class) {
       py::arg("ranks"), py::kw_only(), py::arg("microbatches"), Released());
 }
 
+ActivationProblem step_problem(std::vector<std::vector<ActivationSegment>> cuts, int microbatches,
+                               const ActivationMachine& machine) {
+  ActivationProblem problem;
+  problem.cuts = std::move(cuts);
+  problem.microbatches = microbatches;
+  problem.machine = machine;
+  return problem;
+}
+
 StepRecord record_step(std::vector<ActivationSegment> segments, std::vector<ActivationOption> options, int round_size,
                        Bytes stash_bytes, int microbatches, Bytes budget, double to_device, double to_host,
                        double update_seconds, Bytes host_bytes, double disk) {
-  ActivationProblem problem;
-  problem.cuts.push_back(std::move(segments));
-  problem.microbatches = microbatches;
-  problem.machine = {budget, to_device, to_host, host_bytes, update_seconds, disk};
+  const ActivationProblem problem =
+      step_problem({std::move(segments)}, microbatches, {budget, to_device, to_host, host_bytes, update_seconds, disk});
   StepRecord record;
   judge_activations(problem, 0, {std::move(options), round_size, stash_bytes}, &record);
   return record;
+}
+
+ActivationPlan judge_plan(std::vector<std::vector<ActivationSegment>> cuts, const ActivationPlan& plan,
+                          int microbatches, Bytes budget, double to_device, double to_host, double update_seconds,
+                          Bytes host_bytes, double disk) {
+  const ActivationProblem problem =
+      step_problem(std::move(cuts), microbatches, {budget, to_device, to_host, host_bytes, update_seconds, disk});
+  return judge_activations(problem, plan.cut, plan.treatment);
 }
 
 }  // namespace
@@ -124,6 +139,10 @@ void bind_step_record(py::module_& module) {
              py::arg_v("to_device", kAnySpeed, "float('inf')"), py::arg_v("to_host", kAnySpeed, "float('inf')"),
              py::arg("update_seconds") = 0.0, py::arg("host_bytes") = std::numeric_limits<Bytes>::max(),
              py::arg("disk") = 0.0, Released(), "The record of the step that simulate_activations simulates.");
+  module.def("judge_activations", &judge_plan, py::arg("cuts"), py::arg("plan"), py::kw_only(), py::arg("microbatches"),
+             py::arg("budget"), py::arg("to_device"), py::arg("to_host"), py::arg("update_seconds"),
+             py::arg("host_bytes"), py::arg("disk"), Released(),
+             "The plan with the seconds that its treatment takes in this problem.");
 }
 
 }  // namespace hydra

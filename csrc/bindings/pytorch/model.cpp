@@ -57,7 +57,7 @@ void bind_model(py::module_& module) {
       .def_property_readonly("resident_bytes", released(&Pager::resident_bytes))
       .def_property_readonly("pins", released(&Pager::pins));
   py::class_<OverwrittenLog, std::shared_ptr<OverwrittenLog>>(
-      module, "OverwrittenLog", "What forwards overwrite in the parameters of one model while this exists.")
+      module, "OverwrittenLog", "What a step overwrites in the parameters of one model while this exists.")
       .def(
           "take",
           [](OverwrittenLog& log) {
@@ -67,12 +67,14 @@ void bind_model(py::module_& module) {
             }
             return found;
           },
-          "Name, host parameter and earlier numbers of each one that was written to since the last call.");
+          "Name, host parameter and earlier numbers of each one that was written to since the last call.")
+      .def_property_readonly("is_elsewhere", &OverwrittenLog::is_elsewhere,
+                             "Whether other threads have entered the model, and the step's have not.");
   py::class_<HostChanges>(module, "HostChanges", "What is written to parameters, on either side.")
       .def("refresh", &HostChanges::refresh)
       .def("note_optimizer_step", &HostChanges::note_optimizer_step)
-      .def("log_overwritten", &HostChanges::log_overwritten, gil_released,
-           "A log of what forwards overwrite in parameters from now on.")
+      .def("log_overwritten", &HostChanges::log_overwritten, py::arg("is_own"), gil_released,
+           "A log of what is overwritten in parameters from now on. is_own: whether the step trains this model.")
       .def("moved", &HostChanges::moved,
            "Names of parameters that were written to since the window opened, or last was open.");
   py::class_<PendingUpdate>(module, "PendingUpdate", "An optimizer step that runs while the model goes on.")

@@ -6,6 +6,7 @@
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/graph_marks.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/parameters/face_writes.h"
 #include "csrc/pytorch/parameters/fault_key.h"
 #include "csrc/pytorch/stash/saved_digest.h"
 
@@ -42,6 +43,13 @@ void bind_tensors(py::module_& module) {
       .def("__exit__", [](Faulting& faulting, const py::object&, const py::object&, const py::object&) {
         c10::impl::tls_set_dispatch_key_excluded(kFaultKey, faulting.excluded);
       });
+  py::class_<FaceWrites>(module, "FaceWrites",
+                         "What this thread writes to device parameters inside, to be undone afterwards.")
+      .def(py::init<>())
+      .def("__enter__", &FaceWrites::begin)
+      .def("__exit__",
+           [](FaceWrites& writes, const py::object&, const py::object&, const py::object&) { writes.end(); })
+      .def("undo", &FaceWrites::undo, "Restores the parameters' numbers and versions.");
   module.def(
       "is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
       "Whether the tensor is a device parameter or a view of one.");

@@ -14,6 +14,7 @@
 #include "csrc/pytorch/parameters/derived_page.h"
 #include "csrc/pytorch/parameters/fault_key.h"
 #include "csrc/pytorch/parameters/page.h"
+#include "csrc/pytorch/parameters/watched_hosts.h"
 #include "csrc/pytorch/parameters/withheld.h"
 #include "csrc/pytorch/threads/error_bridge.h"
 #include "csrc/pytorch/threads/gil.h"
@@ -125,6 +126,13 @@ void derive_copy(const at::Tensor& parameter, const Page& page, const at::Tensor
   }
 }
 
+/// Tells logs that an operation is about to write this host parameter.
+void note_host_written(const at::Tensor& tensor) {
+  for (const auto& [model, parameter] : watched_hosts::with_storage_of(tensor)) {
+    model->changes().note_host_written(*parameter);
+  }
+}
+
 /// Brings the bytes of a withheld tensor to the host: an optimizer step uses them, or their home is elsewhere.
 void bring_to_host(const Withheld& withheld, const c10::Storage& storage, const c10::OperatorHandle& op) {
   const std::shared_ptr<PagedModel> model = withheld.owner.lock();
@@ -152,10 +160,15 @@ void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
       if (const Page* page = page_of(tensor)) {
         refuse_unsupported(op.operator_name(), *page, written);
         pins.add(*page, written, op);
-      } else if (const WithheldPtr withheld = withheld_of(tensor)) {
+        return;
+      }
+      if (const WithheldPtr withheld = withheld_of(tensor)) {
         bring_to_host(*withheld, tensor.storage(), op);
       } else if (DerivedPage* derived = derived_page_of(tensor)) {
         pins.add(*derived, written);
+      }
+      if (written) {
+        note_host_written(tensor);
       }
     });
   }

@@ -1,9 +1,6 @@
 #include "csrc/pytorch/model/host_changes.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <iterator>
@@ -12,6 +9,7 @@
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/parameters/face_writes.h"
 #include "csrc/pytorch/parameters/overlapping_memory.h"
 #include "csrc/pytorch/threads/gil.h"
 
@@ -21,6 +19,14 @@ namespace {
 
 void append(std::string& list, const char* separator, const std::string& item) {
   list += (list.empty() || item.empty() ? "" : separator) + item;
+}
+
+/// A tensor with the host's shape, and with memory in the region.
+at::Tensor in_region(const ArenaRegionPtr& region, Bytes offset, const at::Tensor& host) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(storage_in(region, offset, static_cast<Bytes>(host.nbytes())),
+                                                         c10::DispatchKeySet(c10::DispatchKey::CPU), host.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides());
+  return tensor;
 }
 
 }  // namespace
@@ -193,6 +199,7 @@ void HostChanges::note_face_written(const Page& page) {
                   "', whose device copy is ", parameter->face.scalar_type(), " while its host parameter is ",
                   parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
       log(*parameter, parameter->paged);
+      FaceWrites::note(*parameter);
       parameter->page->written = true;
     }
   }
@@ -214,53 +221,54 @@ void HostChanges::note_written_home() {
   mark_moved(std::move(shared));
 }
 
-std::vector<Overwritten> OverwrittenLog::take() {
-  const std::lock_guard lock(mutex_);
-  std::vector<Overwritten> taken;
-  for (auto& [parameter, overwritten] : std::exchange(kept_, {})) {
-    taken.push_back(std::move(overwritten));
+void HostChanges::note_host_written(const HostParameter& parameter) {
+  if (!(poisons_ && gate_.open())) {  // else it has no numbers, and the write is lost
+    log(parameter, parameter.host);
   }
-  return taken;
 }
 
-bool OverwrittenLog::has(const HostParameter& parameter) const {
-  const std::lock_guard lock(mutex_);
-  return kept_.contains(&parameter);
-}
+// ---- for logs ---------------------------------------------------------------------------------
 
-void OverwrittenLog::add(const HostParameter& parameter, const at::Tensor& before) {
-  const std::lock_guard lock(mutex_);
-  kept_.try_emplace(&parameter, Overwritten{parameter.name, parameter.host, before});
-}
-
-std::shared_ptr<OverwrittenLog> HostChanges::log_overwritten() {
-  auto log = std::make_shared<OverwrittenLog>();
+std::shared_ptr<OverwrittenLog> HostChanges::log_overwritten(bool is_own) {
+  auto log = std::make_shared<OverwrittenLog>(blocks_.owner(), is_own);
+  for (std::size_t index = 0; index < blocks_.backings().size(); ++index) {
+    const bool on_host = homes_.home_of(static_cast<std::int32_t>(index)) == Home::kHost;
+    const ArenaRegionPtr home = on_host ? blocks_.backings()[index]->home() : nullptr;
+    for (const auto& [parameter, offset] : blocks_.backings()[index]->places()) {
+      // A storage of its own, because the number of references to the host's tells whether it may move.
+      log->watch(*parameter, home ? in_region(home, offset, parameter->host) : parameter->host.variable_data());
+    }
+  }
   const std::lock_guard lock(logs_mutex_);
   std::erase_if(logs_, [](const auto& each) { return each.expired(); });
   logs_.push_back(log);
   return log;
 }
 
-void HostChanges::log(const HostParameter& parameter, const at::Tensor& source) {
-  std::vector<std::shared_ptr<OverwrittenLog>> logs;
-  {
-    const std::lock_guard lock(logs_mutex_);
-    for (const auto& each : logs_) {
-      if (std::shared_ptr<OverwrittenLog> log = each.lock(); log && !log->has(parameter)) {
-        logs.push_back(std::move(log));
-      }
+std::vector<std::shared_ptr<OverwrittenLog>> HostChanges::logs() {
+  std::vector<std::shared_ptr<OverwrittenLog>> alive;
+  const std::lock_guard lock(logs_mutex_);
+  for (const auto& each : logs_) {
+    if (std::shared_ptr<OverwrittenLog> log = each.lock()) {
+      alive.push_back(std::move(log));
     }
   }
+  return alive;
+}
+
+void HostChanges::note_entry() {
+  for (const auto& each : logs()) {
+    each->note_entry();
+  }
+}
+
+void HostChanges::log(const HostParameter& parameter, const at::Tensor& source) {
+  std::vector<std::shared_ptr<OverwrittenLog>> logs = this->logs();
+  std::erase_if(logs, [&](const auto& each) { return !each->concerns_this_thread() || each->has(parameter); });
   if (logs.empty()) {
     return;
   }
-  // The copy is an operation of ours: neither autograd nor the user's modes see it, and no budget pays for it.
-  const HostScope on_the_host;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard below_modes(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-  at::Tensor before = at::empty_like(source, source.options().device(at::kCPU));
-  before.copy_(source);
+  const at::Tensor before = numbers_on_host(source);
   for (const auto& each : logs) {
     each->add(parameter, before);
   }

@@ -2,13 +2,12 @@
 //
 // Writes to hosts make slots stale. A write to one parameter is a write to all that share its memory, here or in
 // another model. Writes to faces come home when the window closes. If hosts are poisoned, their bytes are kept
-// elsewhere while a window is open. Logs have the numbers that forwards overwrite, to undo a round.
-// Threads: one at a time at the edges of windows, under the gate; refresh(), note_face_written(), log_overwritten() and
-// synchronise_for_fault() on any.
+// elsewhere while a window is open. Logs have the numbers that a step overwrites, to undo it.
+// Threads: one at a time at the edges of windows, under the gate; refresh(), note_face_written(), note_host_written(),
+// log_overwritten(), note_entry() and synchronise_for_fault() on any.
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,28 +17,9 @@
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/homes/block_homes.h"
 #include "csrc/pytorch/model/gradient_path.h"
+#include "csrc/pytorch/model/overwritten_log.h"
 
 namespace hydra {
-
-/// A parameter that a forward has written to.
-struct Overwritten {
-  std::string name;
-  at::Tensor host;
-  at::Tensor before;  // its numbers before the first write, on the host
-};
-
-/// What forwards overwrite in the parameters of one model while this exists. Threads: any.
-class OverwrittenLog {
- public:
-  /// The parameters that were written to since the last call, with their numbers from before the first write.
-  std::vector<Overwritten> take();
-  bool has(const HostParameter& parameter) const;
-  void add(const HostParameter& parameter, const at::Tensor& before);
-
- private:
-  mutable std::mutex mutex_;
-  std::map<const HostParameter*, Overwritten> kept_;
-};
 
 class HostChanges {
  public:
@@ -70,8 +50,13 @@ class HostChanges {
   /// replaced. Returns a description of changes that could not be applied.
   std::string apply_faces();
 
-  /// Returns a log of what forwards overwrite from now on.
-  std::shared_ptr<OverwrittenLog> log_overwritten();
+  /// Notes that an operation is about to write this host.
+  void note_host_written(const HostParameter& parameter);
+
+  /// Returns a log of what is overwritten from now on. `is_own`: whether the step that needs it trains this model.
+  std::shared_ptr<OverwrittenLog> log_overwritten(bool is_own);
+  /// Notes for logs that this thread enters the model.
+  void note_entry();
 
   /// Tells other models to stop looking for writes to this model's memory, because it closes.
   void forget() noexcept;
@@ -94,7 +79,8 @@ class HostChanges {
   void spread_moves();
   /// Marks all parameters whose memory overlaps these extents as written.
   void mark_moved(std::vector<HostExtent> written);
-  /// Copies the parameter's numbers, which are those of `source`, for logs that do not have it.
+  std::vector<std::shared_ptr<OverwrittenLog>> logs();
+  /// Copies the parameter's numbers, which are those of `source`, for logs of this thread that do not have it.
   void log(const HostParameter& parameter, const at::Tensor& source);
 
   ModelBlocks& blocks_;

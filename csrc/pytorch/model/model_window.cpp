@@ -64,6 +64,9 @@ void ModelWindow::enter(WindowToken& token, PassKind kind) {
     token.entered = false;
     throw;
   }
+  if (before.thread == 0) {
+    model_.changes().note_entry();
+  }
 }
 
 void ModelWindow::open_window(PassKind kind) {

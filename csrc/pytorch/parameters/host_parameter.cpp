@@ -1,10 +1,14 @@
 #include "csrc/pytorch/parameters/host_parameter.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/impl/COW.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
 
 #include "csrc/io/spill_file.h"
+#include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/parameters/withheld.h"
 
 namespace hydra {
@@ -176,6 +180,17 @@ at::Tensor HostParameter::gradient_buffer(const at::Tensor& gradient, const std:
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), host.dtype());
   buffer.unsafeGetTensorImpl()->set_sizes_and_strides(gradient.sizes(), gradient.strides());
   return buffer;
+}
+
+at::Tensor numbers_on_host(const at::Tensor& tensor) {
+  // An operation of ours: neither autograd nor the user's modes see it, and no budget pays for it.
+  const HostScope on_the_host;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  at::Tensor numbers = at::empty_like(tensor, tensor.options().device(at::kCPU));
+  numbers.copy_(tensor);
+  return numbers;
 }
 
 std::string why_not_pageable(const at::Tensor& host) {

@@ -111,6 +111,9 @@ struct HostParameter {
 /// The tensor's `.grad` itself, to be read, exchanged or set.
 inline at::Tensor& gradient_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->mutable_grad(); }
 
+/// Copies numbers that an operation is about to overwrite.
+at::Tensor numbers_on_host(const at::Tensor& tensor);
+
 /// Returns the reason why the parameter cannot be paged, or an empty string if it can.
 std::string why_not_pageable(const at::Tensor& host);
 

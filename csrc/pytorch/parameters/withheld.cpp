@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "csrc/pytorch/parameters/fault_key.h"
+#include "csrc/pytorch/parameters/watched_hosts.h"
 
 namespace hydra {
 
@@ -149,7 +150,8 @@ void give_back(const WithheldTensor& withheld) noexcept {
       away = implementation->set_data_ptr(std::exchange(context->memory, c10::DataPtr()));
     }
   }
-  if (shows(withheld.tensor, withheld.storage)) {  // else the tensor has another storage, which may be withheld too
+  // Else the tensor has another storage, which may be withheld too.
+  if (shows(withheld.tensor, withheld.storage) && !watched_hosts::includes(implementation)) {
     remove_fault_key(*withheld.tensor.unsafeGetTensorImpl());
   }
 }

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -66,6 +67,29 @@ class SiteCaller(Protocol):
     def call(self, fiber: Fiber[Any], number: int, site: Site, call: SiteVisit, args: Any, kwargs: Any) -> Any: ...
 
 
+@dataclass(frozen=True)
+class _ThreadSettings:
+    """What a fiber takes over of the thread that made it.
+
+    Attributes:
+        threads: For operators.
+        stream: None before CUDA is used.
+    """
+
+    threads: int
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def of_this_thread(cls) -> _ThreadSettings:
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(torch.get_num_threads(), torch.cuda.current_stream() if on_gpu else None)
+
+    def apply(self) -> None:
+        _use_threads(self.threads)
+        if self.stream is not None:
+            torch.cuda.set_stream(self.stream)  # and its device
+
+
 class Fiber(Generic[Result]):
     """One microbatch's thread.
 
@@ -101,7 +125,7 @@ class Fiber(Generic[Result]):
         self.result: Result | None = None
         self._work: Callable[[], Result] | None = work
         self._context = context
-        self._threads = torch.get_num_threads()
+        self._settings = _ThreadSettings.of_this_thread()
         self._at_hand: frozenset[int] = frozenset()
         self._claim: dict[str, str] = {}
         self._permitted = False
@@ -112,8 +136,6 @@ class Fiber(Generic[Result]):
         self._seconds = 0.0  # of the CPU
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._rested: SimpleQueue[None] = SimpleQueue()
-        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.current_stream() if on_gpu else None
         trace = sys.gettrace()
         copied = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -192,9 +214,7 @@ class Fiber(Generic[Result]):
                 self._take_turn()
                 sys.settrace(trace)
                 self._context.enter()
-                _use_threads(self._threads)
-                if self._stream is not None:
-                    torch.cuda.set_stream(self._stream)  # and its device
+                self._settings.apply()
                 if self._work is not None:
                     self.result = self._work()
             except BaseException as error:  # noqa: BLE001 - raised by go_on()

@@ -155,7 +155,7 @@ class Stepper:
             self._choice.step_ended()
             norm, skipped = self._update(optimizer, max_norm, scaler)
         finally:
-            self._undo.step_ended()
+            self._undo.ended()
             if updates is not None:
                 updates.step_ended()
         losses = torch.stack([outcome.loss for outcome in outcomes])
@@ -190,6 +190,7 @@ class Stepper:
                     continue
                 if last.averaging is not None:
                     last.averaging.complete()
+                self._undo.ended()  # before the optimizer writes to all parameters
                 return outcomes
             except OUT_OF_MEMORY as error:
                 obstacle = self._why_not_again(decision, size, recompute, last.averaging)

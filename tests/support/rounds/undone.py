@@ -15,7 +15,7 @@ import hydra_ext
 from hydra_ext import Checks
 
 WIDTH, LAYERS, MICROBATCHES, STEPS = 16, 3, 4, 3
-ROOMY = 2**21
+ROOMY = 2**25
 
 
 class Layer(nn.Module):

@@ -8,57 +8,54 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hydra_ext import _C
+from hydra_ext.runtime.rounds.undoing.noted_tensor import LatestCopies, NotedTensor
 from hydra_ext.state import numbers
-from hydra_ext.state.numbers import has_plain_numbers, may_have_changed, version_of
+from hydra_ext.state.numbers import has_plain_numbers
 
 
 @dataclass(frozen=True)
 class NotedBuffer:
     module: nn.Module
     name: str
-    buffer: Tensor
-    version: int
-    value: Tensor
+    noted: NotedTensor
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.noted.tensor
 
 
 class ModelBuffers:
-    """Host copies of all buffers of models. A copy is reused unless its buffer may have changed."""
+    """Host copies of all buffers of models."""
 
     def __init__(self) -> None:
-        self._latest: Sequence[NotedBuffer] = ()
+        self._copies = LatestCopies()
 
     def note(self, models: Sequence[nn.Module]) -> Sequence[NotedBuffer]:
         """Notes all buffers as they are now."""
         _C.suspend_charging()
-        known = {id(noted.buffer): noted for noted in self._latest}
-        found: list[NotedBuffer] = []
-        for module in (module for model in models for module in model.modules()):
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                old = known.get(id(buffer))
-                kept = old is not None and not may_have_changed(buffer, old.version)
-                value = old.value if old is not None and kept else numbers.on_host(buffer)
-                found.append(NotedBuffer(module, name, buffer, version_of(buffer), value))
-        self._latest = found
-        return found
+        self._copies.begin()
+        return [
+            NotedBuffer(module, name, self._copies.note(buffer))
+            for model in models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
 
 def note(modules: Iterable[nn.Module]) -> list[NotedBuffer]:
     """Notes the buffers of these modules, without those of modules inside them."""
-    found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     return [
-        NotedBuffer(module, name, buffer, version_of(buffer), numbers.on_host(buffer))
-        for module, name, buffer in found
+        NotedBuffer(module, name, NotedTensor.of(buffer))
+        for module in modules
+        for name, buffer in module._buffers.items()
         if buffer is not None
     ]
 
 
-def differs(noted: NotedBuffer) -> bool:
+def differs(one: NotedBuffer) -> bool:
     """Whether the buffer was replaced, or has other numbers than noted."""
-    if noted.module._buffers.get(noted.name) is not noted.buffer:
-        return True
-    return may_have_changed(noted.buffer, noted.version) and numbers.differ(noted.buffer, noted.value)
+    return one.module._buffers.get(one.name) is not one.buffer or one.noted.differs()
 
 
 def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list[NotedBuffer]:
@@ -75,13 +72,13 @@ def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list
 def _is_another(old: NotedBuffer, new: NotedBuffer) -> bool:
     if old.buffer is not new.buffer:
         return True
-    if not has_plain_numbers(new.buffer):
-        return old.version != new.version
-    return numbers.differ(old.value, new.value)
+    then, now = old.noted.value, new.noted.value
+    if then is None or now is None or not has_plain_numbers(new.buffer):
+        return old.noted.version != new.noted.version
+    return then is not now and (then.shape != now.shape or numbers.differ(then, now))
 
 
 def restore(noted: Sequence[NotedBuffer]) -> None:
     for one in noted:
         one.module._buffers[one.name] = one.buffer
-        if may_have_changed(one.buffer, one.version):
-            numbers.put(one.buffer, one.value)
+        one.noted.restore()

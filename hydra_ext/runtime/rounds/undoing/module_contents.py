@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hydra_ext.runtime.rounds.undoing.accesses import Key
-from hydra_ext.state import numbers
+from hydra_ext.runtime.rounds.undoing.noted_tensor import LatestCopies, NotedTensor
 from hydra_ext.state.contents import (
     ARRAY,
     ATTRIBUTES,
@@ -40,7 +40,7 @@ from hydra_ext.state.contents import (
 )
 from hydra_ext.state.iterators import independent_copy
 from hydra_ext.state.memory import storage_key
-from hydra_ext.state.numbers import is_small, version_of
+from hydra_ext.state.numbers import is_small
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # covered elsewhere
 _SIZED = (MAPPING, SEQUENCE, SET, FIXED)
@@ -50,50 +50,38 @@ _ABSENT: Any = object()
 
 
 class Copies:
-    """Copies of large tensors and arrays, which are renewed only if the original has changed since the last round."""
+    """Copies of tensors and arrays; those of large ones are renewed only if the original has changed."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, tuple[Any, int, Any]] = {}
-        self._found: dict[int, tuple[Any, int, Any]] = {}
+        self._tensors = LatestCopies()
+        self._latest: dict[int, tuple[Any, Any]] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
         self._parameters: set[int] | None = None
         self._models: Sequence[nn.Module] = ()
 
     def begin(self, models: Sequence[nn.Module]) -> None:
         """Begins a pass over the models. Copies that it does not request are dropped in the next one."""
+        self._tensors.begin()
         self._latest, self._found = self._found, {}
         self._models, self._parameters = models, None
 
-    def of_tensor(self, tensor: Tensor) -> Tensor | None:
-        """A copy on the host; None for a view of parameters, which no round writes to and which need no copy."""
-        number, version = id(tensor), version_of(tensor)
-        known = self._latest.get(number)
-        if known is None or known[0] is not tensor or known[1] != version:
-            if self._is_of_parameters(tensor):
-                return None
-            known = tensor, version, numbers.on_host(tensor)
-        self._found[number] = known
-        copy: Tensor = known[2]
-        return copy
+    def of_tensor(self, tensor: Tensor) -> NotedTensor:
+        """A note of a tensor; without numbers for a large view of parameters, to which no round writes."""
+        if not is_small(tensor) and self._is_of_parameters(tensor):
+            return NotedTensor.without_numbers(tensor)
+        return self._tensors.note(tensor)
 
     def of_array(self, array: np.ndarray[Any, Any]) -> Any:
         known = self._latest.get(id(array))
-        if known is None or known[0] is not array or has_changed(ARRAY, array, known[2]):
-            known = array, 0, ARRAY.save(array)
+        if known is None or known[0] is not array or has_changed(ARRAY, array, known[1]):
+            known = array, ARRAY.save(array)
         self._found[id(array)] = known
-        return known[2]
+        return known[1]
 
     def _is_of_parameters(self, tensor: Tensor) -> bool:
         if self._parameters is None:
             self._parameters = {storage_key(parameter) for model in self._models for parameter in model.parameters()}
         return storage_key(tensor) in self._parameters
-
-
-@dataclass(frozen=True)
-class _NotedTensor:
-    owner: nn.Module
-    tensor: Tensor
-    version: int
-    value: Tensor | None  # None: only the version counter shows writes
 
 
 @dataclass(frozen=True)
@@ -110,12 +98,12 @@ class ModuleContents:
 
     _copies: Copies | None = None
     _apart: set[int] = field(default_factory=set)  # identities of modules that are not entered from others
-    _names: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    _hooks: list[tuple[Any, Any]] = field(default_factory=list)
-    _no_hooks: list[Any] = field(default_factory=list)  # empty dictionaries of hooks, of which no copies are made
+    # With the module's empty dictionaries of hooks, of which no copies are made.
+    _names: list[tuple[nn.Module, dict[str, Any], list[Any]]] = field(default_factory=list)
+    _hooks: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
     _empty: list[tuple[nn.Module, Any]] = field(default_factory=list)
     _noted: list[_Noted] = field(default_factory=list)
-    _tensors: list[_NotedTensor] = field(default_factory=list)
+    _tensors: list[tuple[nn.Module, NotedTensor]] = field(default_factory=list)
     _iterators: list[tuple[_Noted, Any]] = field(default_factory=list)  # with an independent copy, if there can be one
 
     @classmethod
@@ -131,11 +119,11 @@ class ModuleContents:
         contents = cls(copies, {*map(id, modules)})
         known: set[int] = set()
         for module in modules:
-            names = module.__dict__
-            before = {name: value for name, value in names.items() if name not in _OWN}
-            contents._names.append((names, before))
+            before = {name: value for name, value in module.__dict__.items() if name not in _OWN}
+            no_hooks: list[Any] = []
+            contents._names.append((module, before, no_hooks))
             contents._note_buffer_names(module, module._buffers)
-            contents._note(module, contents._without_hooks(before), known)
+            contents._note(module, contents._without_hooks(module, before, no_hooks), known)
             contents._note(module, classes_of(type(module)), known)
         return contents
 
@@ -154,7 +142,7 @@ class ModuleContents:
         else:
             self._empty.append((module, buffers))
 
-    def _without_hooks(self, names: dict[str, Any]) -> list[Any]:
+    def _without_hooks(self, owner: nn.Module, names: dict[str, Any], no_hooks: list[Any]) -> list[Any]:
         """The values of attributes that may hold state; dictionaries of hooks are replaced by the single hooks."""
         found: list[Any] = []
         for name, value in names.items():
@@ -163,10 +151,10 @@ class ModuleContents:
                 continue
             if name in OF_EVERY_MODULE and kind in CONTAINERS:
                 if value:
-                    self._hooks.append((value, value.copy()))
+                    self._hooks.append((owner, value, value.copy()))
                     found += value.values() if isinstance(value, dict) else ()
                 else:
-                    self._no_hooks.append(value)
+                    no_hooks.append(value)
             else:
                 found.append(value)
         return found
@@ -190,11 +178,11 @@ class ModuleContents:
     def _note_tensor(self, owner: nn.Module, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter) or not tensor.is_leaf:
             return
-        if is_small(tensor):
-            copy: Tensor | None = numbers.on_host(tensor)
+        if self._copies is not None:
+            noted = self._copies.of_tensor(tensor)
         else:
-            copy = None if self._copies is None else self._copies.of_tensor(tensor)
-        self._tensors.append(_NotedTensor(owner, tensor, version_of(tensor), copy))
+            noted = NotedTensor.of(tensor) if is_small(tensor) else NotedTensor.without_numbers(tensor)
+        self._tensors.append((owner, noted))
 
     def _note_content(self, owner: nn.Module, value: Any) -> list[Any]:
         """Notes the content of an object. Returns its members."""
@@ -225,8 +213,8 @@ class ModuleContents:
         for noted in self._noted:
             if noted.value is not noted.owner._buffers:
                 contents._note(noted.owner, [noted.value], known)
-        for tensor in self._tensors:
-            contents._note(tensor.owner, [tensor.tensor], known)
+        for owner, tensor in self._tensors:
+            contents._note(owner, [tensor.tensor], known)
         return contents
 
     def written(self) -> list[tuple[nn.Module, Any]]:
@@ -243,12 +231,7 @@ class ModuleContents:
                 continue
             if has_changed(noted.kind, noted.value, noted.saved):
                 found.append((noted.owner, noted.value))
-        for tensor in self._tensors:
-            moved = version_of(tensor.tensor) != tensor.version
-            copied = tensor.value is not None and is_small(tensor.tensor)
-            if moved or (copied and tensor.value is not None and numbers.differ(tensor.tensor, tensor.value)):
-                found.append((tensor.owner, tensor.tensor))
-        return found
+        return found + [(owner, noted.tensor) for owner, noted in self._tensors if noted.is_written()]
 
     def obstacle(self) -> str:
         """Why the state cannot be restored; empty if it can."""
@@ -268,25 +251,44 @@ class ModuleContents:
         def as_then(value: Any) -> Any:
             return mapped_tuple(value, as_then) if isinstance(value, tuple) else moved.get(id(value), value)
 
-        for names, before in self._names:
+        for module, before, no_hooks in self._names:
+            names = module.__dict__
             for name in [name for name in names if name not in before and name not in _OWN]:
                 del names[name]
             for name, value in before.items():
                 then = as_then(value) if moved else value
                 if names.get(name, _ABSENT) is not then:
                     names[name] = then
-        for hooks, saved in self._hooks:
+            for hooks in no_hooks:
+                if hooks:
+                    hooks.clear()
+        for _, hooks, saved in self._hooks:
             for kind in kinds_of(hooks):
                 kind.put(hooks, kind.save(saved))
-        for container in [*self._no_hooks, *(container for _, container in self._empty)]:
+        for _, container in self._empty:
             if container:
                 container.clear()
         for noted in self._noted:
             saved = noted.kind.mapped(noted.saved, as_then) if moved else noted.saved
             noted.kind.put(noted.value, saved)
-        for tensor in self._tensors:
-            if tensor.value is not None and numbers.may_have_changed(tensor.tensor, tensor.version):
-                numbers.put(tensor.tensor, tensor.value)
+        for _, tensor in self._tensors:
+            tensor.restore()
+
+
+def without(contents: ModuleContents, modules: Collection[nn.Module]) -> ModuleContents:
+    """The contents without what these modules hold. An object that several hold is the first one's."""
+    if not modules:
+        return contents
+    return ModuleContents(
+        contents._copies,
+        contents._apart,
+        [each for each in contents._names if each[0] not in modules],
+        [each for each in contents._hooks if each[0] not in modules],
+        [each for each in contents._empty if each[0] not in modules],
+        [each for each in contents._noted if each.owner not in modules],
+        [each for each in contents._tensors if each[0] not in modules],
+        [each for each in contents._iterators if each[0].owner not in modules],
+    )
 
 
 def _is_named_once(noted: _Noted) -> bool:

@@ -7,7 +7,7 @@ step down. Gradients from before the step are copied, if there are any. Gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,8 +20,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
 from hydra_ext.runtime.rounds.undoing.holders import Holding, holdings
-from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
-from hydra_ext.state.memory import Places
+from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents, without
 from hydra_ext.state.randomness import RandomState
 
 
@@ -37,20 +36,41 @@ class UndoOwner(engine.BackwardParticipant, Protocol):
     spills: bool
 
 
+class Training:
+    """Which parameters are trained at one moment: a forward may change ``requires_grad``."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._noted = [
+            (module, name, parameter, parameter.requires_grad)
+            for model in models
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(prefix, recurse=False)
+        ]
+
+    def changed(self) -> list[str]:
+        return [name for _, name, parameter, trained in self._noted if parameter.requires_grad != trained]
+
+    def restore(self, elsewhere: Collection[nn.Module]) -> None:
+        for module, _, parameter, trained in self._noted:
+            if parameter.requires_grad != trained and module not in elsewhere:
+                parameter.requires_grad_(trained)
+
+
 @dataclass(frozen=True)
 class _Moment:
     """The state before a round. Each round restores torch's random states itself."""
 
     buffers: Sequence[NotedBuffer]
-    places: Places  # of the buffers
     contents: ModuleContents
+    training: Training
     randomness: RandomState
 
-    def restore(self) -> None:
-        self.places.restore()
-        restore(self.buffers)
+    def restore(self, elsewhere: Collection[nn.Module]) -> None:
+        """Restores the state, without that of the modules ``elsewhere``."""
+        restore([noted for noted in self.buffers if noted.module not in elsewhere])
         self.randomness.restore()
-        self.contents.restore()
+        without(self.contents, elsewhere).restore()
+        self.training.restore(elsewhere)
 
 
 @dataclass(frozen=True)
@@ -128,16 +148,25 @@ class Gradients:
 
 
 class Overwritten:
-    """Parameters that forwards have written to, with their numbers from before, so that they can be restored.
+    """Parameters that the step has written to, with their numbers from before, so that they can be restored.
 
-    Any model that is offloaded at present may be one that the user's function calls.
+    Any model that is offloaded at present may be one that the user's function uses, or that another thread trains.
     """
 
     def __init__(self, owner: UndoOwner) -> None:
-        cores = [owner.core, *(other.core for other in engine.participants() if other is not owner)]
-        self._logs = [core.changes.log_overwritten() for core in cores]
+        self._own = owner.model
+        others = [(other.model, other.core) for other in engine.participants() if other is not owner]
+        self._logs = [
+            (owner.model, owner.core.changes.log_overwritten(is_own=True)),
+            *((model, core.changes.log_overwritten(is_own=False)) for model, core in others),
+        ]
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # before the step's first write to each
         self._round: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def elsewhere(self) -> set[nn.Module]:
+        """Modules of models that other threads have entered since the step began, and the step's threads have not."""
+        theirs = [model for model, log in self._logs if log.is_elsewhere]
+        return {module for model in theirs for module in model.modules()} - {*self._own.modules()} if theirs else set()
 
     def round_begins(self) -> None:
         self.names()
@@ -146,7 +175,7 @@ class Overwritten:
 
     def names(self) -> list[str]:
         """Those that were written to since the last call."""
-        found = [each for log in self._logs for each in log.take()]
+        found = [each for _, log in self._logs for each in log.take()]
         self._round = {id(parameter): (parameter, before) for _, parameter, before in found} | self._round
         return [name for name, _, _ in found]
 
@@ -156,6 +185,8 @@ class Overwritten:
         self.names()
         for parameter, before in [*self._round.values(), *(self._earlier.values() if whole else ())]:
             parameter.copy_(before)
+        for _, log in self._logs:
+            log.take()  # the writes above
         self._round = {}
         if whole:
             self._earlier = {}
@@ -190,8 +221,7 @@ class Undo:
         models = models_of(owner)
         self._contents = ModuleContents.of(models, self._copies)
         buffers = self._buffers.note(models)
-        places = Places(noted.buffer for noted in buffers)
-        self._round = _Moment(buffers, places, self._contents, RandomState())
+        self._round = _Moment(buffers, self._contents, Training(models), RandomState())
         self._wrote_early = False
         self._step = self._step or self._round
         if self._overwritten is not None:
@@ -208,9 +238,13 @@ class Undo:
         changed = written(self._round.buffers, self._after_forward)
         return holdings(models, [*((noted.module, noted.buffer) for noted in changed), *contents.written()])
 
+    def _elsewhere(self) -> Collection[nn.Module]:
+        return () if self._overwritten is None else self._overwritten.elsewhere()
+
     def overwritten(self) -> list[str]:
-        """The parameters that forwards have written to since the round began, or the last call."""
-        return [] if self._overwritten is None else self._overwritten.names()
+        """The parameters that were written to since the round began, or the last call, or trained no more or anew."""
+        changed = [] if self._round is None else self._round.training.changed()
+        return changed if self._overwritten is None else self._overwritten.names() + changed
 
     def backward_has_written(self) -> bool:
         """Whether the round's backward has written to buffers or other state of modules.
@@ -240,8 +274,8 @@ class Undo:
         if self._gradients is not None:
             self._gradients.note(tensors)
 
-    def step_ended(self) -> None:
-        """Drops the notes, whether or not the step succeeded."""
+    def ended(self) -> None:
+        """Drops the notes: nothing can be undone from now on."""
         self._round = self._step = self._gradients = self._overwritten = None
         self._after_forward, self._contents = (), ModuleContents()
 
@@ -264,14 +298,14 @@ class Undo:
         if moment is None or (whole and self._gradients is None):
             return "nothing of it was noted"
         gradients = self._gradients.obstacle if whole and self._gradients is not None else ""
-        return gradients or moment.contents.obstacle()
+        return gradients or without(moment.contents, self._elsewhere()).obstacle()
 
     def undo(self, *, whole: bool) -> None:
         """Undoes the ``whole`` step, or only the round, which must not have added to any gradient."""
         moment = self._step if whole else self._round
         self._wrote_early = False
         if moment is not None:
-            moment.restore()
+            moment.restore(self._elsewhere())
         if self._overwritten is not None:
             self._overwritten.restore(whole=whole)
         if whole and self._gradients is not None:
