@@ -227,9 +227,10 @@ void HostChanges::note_host_written(const HostParameter& parameter) {
   }
 }
 
-// ---- for logs ---------------------------------------------------------------------------------
+// ---- for logs -------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<OverwrittenLog> HostChanges::log_overwritten(bool is_own) {
+  process_.expect_here();  // in a forked child, a thread that does not exist there may hold a lock
   auto log = std::make_shared<OverwrittenLog>(blocks_.owner(), is_own);
   for (std::size_t index = 0; index < blocks_.backings().size(); ++index) {
     const bool on_host = homes_.home_of(static_cast<std::int32_t>(index)) == Home::kHost;

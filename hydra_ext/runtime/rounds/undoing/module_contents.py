@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hydra_ext.runtime.rounds.undoing.accesses import Key
-from hydra_ext.runtime.rounds.undoing.noted_tensor import LatestCopies, NotedTensor
+from hydra_ext.runtime.rounds.undoing.buffers import LatestCopies, NotedTensor
 from hydra_ext.state.contents import (
     ARRAY,
     ATTRIBUTES,
