@@ -1824,8 +1824,8 @@ def judge_activations(
     budget: typing.SupportsInt | typing.SupportsIndex,
     to_device: typing.SupportsFloat | typing.SupportsIndex,
     to_host: typing.SupportsFloat | typing.SupportsIndex,
-    host_bytes: typing.SupportsInt | typing.SupportsIndex,
     update_seconds: typing.SupportsFloat | typing.SupportsIndex,
+    host_bytes: typing.SupportsInt | typing.SupportsIndex,
     disk: typing.SupportsFloat | typing.SupportsIndex,
 ) -> ActivationPlan:
     """
