@@ -14,8 +14,8 @@
 // of the largest block, else the segment's.
 //
 // Time: compute and two lanes, one to the device and one to the host. Weights stay as far as there is room: those that
-// are used last leave first, in part if that is enough, so that more room is never slower. The others come ahead, as
-// soon as there is room for them; weights that stay until then make way.
+// are used last leave first, in part if that is enough, so that more room is hardly ever slower. The others come
+// ahead, as soon as there is room for them; weights that stay until then make way.
 //
 // What is saved leaves while its forward goes on, as far as there is room beside all else; else forward waits. When the
 // next segment begins, no more is on its way than the stash holds, with what later segments keep: their room is free
