@@ -14,7 +14,7 @@ the saved tensors of all microbatches.
     reads it, and no fusion. saved_elsewhere.py says what of save_on_cpu is emulated.
 
 Every setting makes one step to warm up and one that counts, unless memory runs out. Then auto and the three best of the
-others run by turns, auto twice a round. A turn is three steps, of which the shortest counts: what else the machine does
+others run by turns, auto twice a round. A turn is two steps, of which the shorter counts: what else the machine does
 makes a step longer and never shorter. A setting's seconds are its median over the rounds. The spread is half the
 interquartile range of the ratio of the two identical turns of a round. The losses of each setting's first step have to
 be those of plain PyTorch to the last bit, but for the compiled layers, whose sums have another order.
@@ -59,7 +59,7 @@ BUDGETS = 5
 ABOVE_FLOOR = 1.1
 SETTLED = 40  # steps after which auto has timed its plans
 FINALISTS = 3
-TURN = 3  # steps
+TURN = 2  # steps
 LAYERS: dict[str, tuple[str, ...]] = {  # what a user would name
     "GPT-2": ("transformer.h.",),
     "T5": ("encoder.block.", "decoder.block."),

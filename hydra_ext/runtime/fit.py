@@ -5,7 +5,8 @@ Steps have a plan for each size of that microbatch. The planner
 (:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
 bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
 time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less memory; after
-some failures the rest of the step runs the frugal way. Where that runs out of memory, too, its backward goes
+some failures the rest of the step runs the frugal way. Where no plan fits, all may stay until an allocation needs its
+memory; if that fails once, such steps run the frugal way. Where that runs out of memory, too, its backward goes
 block by block in rounds of one: autograd would hold the gradient of a weight that is used twice until its last use.
 
 Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vDNN (Rhu et al., MICRO 2016).
@@ -53,11 +54,12 @@ class Rung(Enum):
     GIVEN = "as the user says; else one is measured"
     MEASURED = "one, to be measured, the frugal way"
     PLANNED = "as planned"
+    LOOSE = "one at a time; what could leave does when its memory is needed"
     FRUGAL = "one at a time, with nothing on the device that could leave"
     IN_PIECES = "likewise, in rounds, whose backward sends each gradient home at once"
 
 
-_LAST = (Rung.FRUGAL, Rung.IN_PIECES)
+_UNPLANNED = (Rung.LOOSE, Rung.FRUGAL, Rung.IN_PIECES)
 
 
 class FitOwner(Protocol):
@@ -111,11 +113,15 @@ class Steps:
     Args:
         rung: The first one.
         make_planner: Makes their planner, when it is needed.
+
+    Attributes:
+        may_be_loose: No round has failed so.
     """
 
     def __init__(self, rung: Rung, make_planner: Callable[[], StepPlanner]) -> None:
         self._make_planner = make_planner
         self.rung = rung
+        self.may_be_loose = True
         self.setbacks = Setbacks()
         self.trials: dict[StepKind, PlanTrials] = {}
 
@@ -204,7 +210,7 @@ class Fit:
         self._turn_to(max(nbytes).bit_length())
         self._kind = StepKind(len(nbytes), size, recompute is not False)
         setbacks = self._steps.setbacks
-        if self._steps.rung in _LAST:
+        if self._steps.rung in _UNPLANNED:
             at_once = setbacks.failures > 0 and setbacks.rescues < _MOST_RESCUES and not setbacks.futile
             if at_once or setbacks.frugal_steps >= _LOOK_AGAIN << setbacks.futile:
                 self._steps.rung, setbacks.frugal_steps = Rung.MEASURED, 0
@@ -226,11 +232,11 @@ class Fit:
                 self._apply(planned, keeps_all=planned.keeps_all and not self._saving.given.moves)
                 together = min(size or planned.round_size, left)
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
-            self._steps.rung = Rung.FRUGAL
-        self._go_frugal()
+            self._steps.rung = Rung.LOOSE if self._steps.may_be_loose else Rung.FRUGAL
+        self._go_frugal(self._owner.budget if self._steps.rung is Rung.LOOSE else STRICT)
         if self._steps.rung is Rung.IN_PIECES:
             return Decision(min(size or 1, left), recompute=False)
-        if self._steps.rung is not Rung.FRUGAL:
+        if self._steps.rung not in (Rung.LOOSE, Rung.FRUGAL):
             self._steps.rung = Rung.MEASURED
             if self._nbytes[-left] == max(self._nbytes):  # by a smaller one's figures the largest would not fit
                 self._measure()
@@ -250,6 +256,9 @@ class Fit:
         self._steps.setbacks.failures += 1
         self._began = None
         failed, self._steps.rung = self._steps.rung, Rung.FRUGAL
+        if failed is Rung.LOOSE:
+            self._steps.may_be_loose = False
+            return ""
         if failed in (Rung.GIVEN, Rung.PLANNED):
             self._steps.setbacks.of_plan = failed is Rung.PLANNED
             if self._steps.setbacks.failures < _MOST_FAILURES:
@@ -303,7 +312,7 @@ class Fit:
                 self._go_frugal()
             else:  # nothing can be undone, so even if all is kept it can still leave
                 self._apply(trials.planned, keeps_all=False)
-        elif self._steps.rung in _LAST:  # a step of another size may have left its plan
+        elif self._steps.rung in _UNPLANNED:  # a step of another size may have left its plan
             self._go_frugal()
 
     def backward_ended(self) -> None:
@@ -324,13 +333,13 @@ class Fit:
                 self._saving.recompute((), self._owner.device)
         self._saving.set_room(self._owner.budget)
 
-    def _go_frugal(self) -> None:
+    def _go_frugal(self, room: int = STRICT) -> None:
         self._stop_measuring()  # what an error of the user has left
         self.applied = None
         self._saving.leaves_all_on_device = False
         self._saving.given.set_aside()
         self._saving.recompute((), self._owner.device)
-        self._saving.set_room(STRICT)
+        self._saving.set_room(room)
 
     def _measure(self) -> None:
         self._steps.rung = Rung.MEASURED

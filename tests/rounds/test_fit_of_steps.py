@@ -15,6 +15,7 @@ from torch.nn import functional
 import hydra_ext
 from hydra_ext import SimulatedDevice
 from hydra_ext.runtime.fit import Rung
+from hydra_ext.runtime.step_planner import StepPlanner
 from support.rounds.rounds import assert_nothing_left
 from support.rounds.running_out import LAYERS, Case, train_disturbed
 from support.rounds.running_out import train_plain as train_undisturbed
@@ -260,6 +261,41 @@ def test_a_leaf_outside_of_the_model_has_its_gradient_once(size: int | None, tra
 
 def _out_of_memory(_gradient: Tensor) -> Tensor:
     raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+
+
+# ---- budgets without a plan -----------------------------------------------------------------------------------------
+
+
+def test_where_no_plan_fits_saved_tensors_stay_until_their_memory_is_needed() -> None:
+    subject, rungs = SUBJECTS["gpt2"], list[Rung]()
+
+    def after_step(run: hydra_ext.Run) -> None:
+        assert run.fit is not None
+        rungs.append(run.fit._steps.rung)
+
+    left = train(subject, int(1.02 * least_by_hand("gpt2")), after_step=after_step)
+    assert left.differences(train_plain(subject)) == []
+    assert rungs == [Rung.LOOSE] * STEPS
+    assert left.retries == [0] * STEPS
+    assert left.report is not None
+    assert left.report.activations is not None
+    assert left.report.activations.prefetched > 0  # the frugal way has none
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_round_without_a_plan_that_fails_is_the_last_but_the_frugal_ones(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepPlanner, "plan", lambda *_, **__: None)
+    seen = list[tuple[Rung, int]]()
+
+    def fails(step: int, rung: Rung) -> bool:
+        seen.append((rung, step))
+        return rung is Rung.LOOSE and step >= failing
+
+    assert undone(30, 2, fails) == {failing: 1}
+    assert (Rung.LOOSE, failing - 1) in seen or failing == 0
+    assert (Rung.FRUGAL, 29) in seen
 
 
 # ---- steps after those that fail ------------------------------------------------------------------------------------
