@@ -120,14 +120,14 @@ class Run:
         Takes about a second, for the curve over budgets and the advice.
 
         Raises:
-            StateError: no step was planned yet; the budget leaves nothing to plan, since saved tensors leave at once;
-                or the user has chosen (``activations=``).
+            StateError: no step was planned yet; the budget leaves nothing to plan, just above the smallest one; or the
+                user has chosen (``activations=``).
         """
         plan = None if self.fit is None else self.fit.answer()
         if plan is None:
             raise StateError(
                 "run.plan(): nothing was planned. With activations='auto' a plan follows the first microbatch of a "
-                "size; just above the smallest budget there is none, and all saved tensors leave"
+                "size; just above the smallest budget there is none, and saved tensors leave for lack of room"
             )
         return plan
 
