@@ -113,15 +113,13 @@ class Steps:
     Args:
         rung: The first one.
         make_planner: Makes their planner, when it is needed.
-
-    Attributes:
-        may_be_loose: No round has failed so.
+        may_be_loose: Steps without a plan may be, until a round fails so.
     """
 
-    def __init__(self, rung: Rung, make_planner: Callable[[], StepPlanner]) -> None:
+    def __init__(self, rung: Rung, make_planner: Callable[[], StepPlanner], *, may_be_loose: bool) -> None:
         self._make_planner = make_planner
         self.rung = rung
-        self.may_be_loose = True
+        self.may_be_loose = may_be_loose
         self.setbacks = Setbacks()
         self.trials: dict[StepKind, PlanTrials] = {}
 
@@ -174,8 +172,9 @@ class Fit:
     def _steps_of(self, size: int) -> Steps:
         if size not in self._sizes:
             # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
-            rung = Rung.MEASURED if self._owner.device.type == "cuda" else Rung.GIVEN
-            self._sizes[size] = Steps(rung, partial(_planner, self._owner, self._saving, self._spilling))
+            waits = self._owner.device.type != "cuda"
+            make_planner = partial(_planner, self._owner, self._saving, self._spilling)
+            self._sizes[size] = Steps(Rung.GIVEN if waits else Rung.MEASURED, make_planner, may_be_loose=waits)
         return self._sizes[size]
 
     def answer(self) -> Plan | None:
