@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.rounds.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop, squared
+from hydra_ext.runtime.rounds.undoing.module_contents import ModuleContents
+from hydra_ext.runtime.step_planner import StepPlanner
+from support.rounds.undone import (
+    FAILURES,
+    MICROBATCHES,
+    STEPS,
+    WIDTH,
+    Failure,
+    Layer,
+    Stack,
+    assert_is_the_loop,
+    squared,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +68,60 @@ def test_by_default_they_are_undone_too(where: str, call: int) -> None:
     failure = Failure(where, 2, 1, call)
     report = assert_is_the_loop(lambda: Stack(DrawsLater), failure, loss=draws_later, activations="auto")
     assert report.retries >= 1
+
+
+class Remembers(Layer):
+    """Counts in a buffer, a number and a list, which its output shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.count = 0
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        self.count += 1
+        self.seen.append(x[0, 1].item())
+        return super().forward(x) + self.mean / self.count + sum(self.seen) / 100
+
+
+class Advances(Layer):
+    """Holds an iterator of which there is no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (number for number in range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + next(self.numbers) / 1000
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of notes that were made of modules. All plans are for rounds of one microbatch."""
+    found, note, plan = [0], ModuleContents.of, StepPlanner.plan
+
+    def counted(*args: Any) -> ModuleContents:
+        found[0] += 1
+        return note(*args)
+
+    monkeypatch.setattr(ModuleContents, "of", counted)
+    monkeypatch.setattr(StepPlanner, "plan", lambda planner, count, _, **given: plan(planner, count, [1], **given))
+    return found
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_later_microbatches_are_undone_with_the_first_ones_notes(where: str, call: int, notes: list[int]) -> None:
+    assert_is_the_loop(lambda: Stack(Remembers), Failure(where, call=call), activations="auto")
+    assert notes == [STEPS]
+
+
+def test_what_cannot_be_put_back_is_noted_before_each_microbatch(notes: list[int]) -> None:
+    assert_is_the_loop(lambda: Stack(Advances), activations="auto")
+    assert notes == [STEPS * MICROBATCHES]
 
 
 # ---- generators of a module's own -----------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Stepper:
         updates = self._owner.updates if scaler is None else None  # a scaler writes to gradients after their arrival
         last = LastGradients(updates if max_norm is not None else None, averaging)
         try:
-            self._undo.step_begins(self._owner)
+            self._undo.step_begins(self._owner, joins=averaging is None)  # other ranks would have to agree
             self._choice.step_begins(
                 [work.nbytes for work in works],
                 size=1 if self._alone or self._looped else round_size,
@@ -271,8 +271,9 @@ class Stepper:
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome]:
         """Runs a round. Returns no outcomes if it was refused and its microbatches are to have rounds of their own."""
-        self._undo.round_begins(self._owner)
-        if self._looped or decision.alone:
+        one_at_a_time = self._looped or decision.alone
+        self._undo.round_begins(self._owner, one_at_a_time=one_at_a_time)
+        if one_at_a_time:
             outcomes = self._one_at_a_time(works, seeds, last)
             self._choice.learn(decision, held=0, peak=0)
             self.rounds += 0 if self._looped else len(works)

@@ -205,6 +205,11 @@ class ModuleContents:
         """The noted generators of random numbers."""
         return [noted.value for noted in self._noted if noted.kind is SOURCE]
 
+    @property
+    def can_be_restored(self) -> bool:
+        """Whatever becomes of the objects."""
+        return all(copy is not None for _, copy in self._iterators)
+
     def again(self) -> ModuleContents:
         """Notes the present state of the same objects. Cannot be restored."""
         contents, known = ModuleContents(None, self._apart), set[int]()

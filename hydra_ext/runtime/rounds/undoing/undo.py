@@ -3,6 +3,8 @@
 A round whose backward has not begun has added to no gradient, so it alone is undone. Otherwise the whole step is: a
 round's summands cannot be removed from floating-point sums, and copies of the sums before each round would slow every
 step down. Gradients from before the step are copied, if there are any. Gradients of the step are dropped.
+
+Notes of all modules before each microbatch would slow every step down, too. So a round may join earlier ones.
 """
 
 from __future__ import annotations
@@ -208,24 +210,29 @@ class Undo:
         self._overwritten: Overwritten | None = None
         self._after_forward: Sequence[NotedBuffer] = ()
         self._contents = ModuleContents()
-        self._wrote_early = False
+        self._joins = self._wrote_early = False
         self._backwards = self._backwards_before = 0  # the owner's count when the round, and the step, began
 
-    def step_begins(self, owner: UndoOwner) -> None:
-        self._step = None
+    def step_begins(self, owner: UndoOwner, *, joins: bool) -> None:
+        """A step begins. ``joins``: its rounds may be undone together with earlier ones."""
+        self._step, self._joins = None, joins
         self._gradients = Gradients(owner)
         self._overwritten = Overwritten(owner)
         self._backwards_before = owner.backwards
 
-    def round_begins(self, owner: UndoOwner) -> None:
+    def round_begins(self, owner: UndoOwner, *, one_at_a_time: bool) -> None:
+        """Notes the state, unless the round joins the step's earlier ones. Those that run together do not."""
+        if self._overwritten is not None:
+            self._overwritten.round_begins()
+        can_join = self._joins and one_at_a_time and not self.obstacle(whole=True)
+        if can_join and self._step is not None and self._step.contents.can_be_restored and self.join_rounds(owner):
+            return
         models = models_of(owner)
         self._contents = ModuleContents.of(models, self._copies)
         buffers = self._buffers.note(models)
         self._round = _Moment(buffers, self._contents, Training(models), RandomState())
         self._wrote_early = False
         self._step = self._step or self._round
-        if self._overwritten is not None:
-            self._overwritten.round_begins()
         self._backwards = owner.backwards
 
     def forward_ended(self, owner: UndoOwner) -> list[Holding]:
