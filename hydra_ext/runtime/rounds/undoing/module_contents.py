@@ -207,7 +207,7 @@ class ModuleContents:
 
     @property
     def can_be_restored(self) -> bool:
-        """Whatever becomes of the objects."""
+        """Whether the state can be restored whatever becomes of the objects."""
         return all(copy is not None for _, copy in self._iterators)
 
     def again(self) -> ModuleContents:
