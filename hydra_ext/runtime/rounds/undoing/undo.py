@@ -224,8 +224,8 @@ class Undo:
         """Notes the state, unless the round joins the step's earlier ones. Those that run together do not."""
         if self._overwritten is not None:
             self._overwritten.round_begins()
-        can_join = self._joins and one_at_a_time and not self.obstacle(whole=True)
-        if can_join and self._step is not None and self._step.contents.can_be_restored and self.join_rounds(owner):
+        can_join = self._joins and one_at_a_time and self._step is not None and self._step.contents.can_be_restored
+        if can_join and not self.step_cannot_be_undone() and self.join_rounds(owner):
             return
         models = models_of(owner)
         self._contents = ModuleContents.of(models, self._copies)
