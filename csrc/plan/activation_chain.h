@@ -98,7 +98,7 @@ struct ActivationMachine {
   double to_device = std::numeric_limits<double>::infinity();  // bytes a second
   double to_host = std::numeric_limits<double>::infinity();
   Bytes host_bytes = std::numeric_limits<Bytes>::max();  // for activations
-  double update_seconds = 0;                             // of the optimizer, behind the next step's forward
+  double update_seconds = 0;                             // of the optimizer, behind the next step's first round
   // Bytes a second, each way, of activations that `host_bytes` cannot hold. 0: no treatment may need it.
   double disk = 0;
 };

@@ -1,10 +1,12 @@
 // The cheapest options of a chain's segments for weighted seconds, by dynamic programming over kept bytes: kept bytes
-// of the segments before one are all that memory depends on.
+// of the segments before one are all that memory depends on. What several segments keep counts once, as far as it was
+// saved first by one of those until then. So what is found fits where no segment keeps the inputs of a second forward.
 //
-// Kept bytes are on a grid, rounded up, so what is found fits. Ownership: refers to the problem and the setting, which
+// Kept bytes are on a grid, rounded up. Ownership: refers to the problem and the setting, which
 // have to outlive it. Units are bytes and seconds. Threads: any; constant once it is made.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -66,16 +68,22 @@ class CheapestOptions {
  private:
   static constexpr std::size_t kCells = 512;
 
-  /// From k cells kept before the segment to k + cells, for k < end.
+  /// From cells kept before the segment to cells kept with it.
   struct Move {
-    std::size_t cells;
-    std::size_t end;
+    std::size_t cells;  // that it keeps by itself
+    std::size_t fresh;  // of these, that no segment before it has saved
+    std::size_t most;   // that all until it have saved first
+    std::size_t end;    // of cells before it, if it shares none
+    std::size_t limit;  // of cells with it
     double cost;
+
+    std::size_t to(std::size_t before) const { return std::min(before + cells, std::max(before + fresh, most)); }
+    bool fits(std::size_t before) const { return (before < end || to(before) <= limit) && to(before) <= kCells; }
   };
 
-  std::optional<Move> move_of(const ActivationSegment& segment, ActivationOption option, const LaneWeights& weights,
+  std::optional<Move> move_of(std::size_t i, ActivationOption option, const LaneWeights& weights,
                               const OptionSet& set) const;
-  Bytes needed_bytes_if_allowed(const ActivationSegment& segment, ActivationOption option) const;
+  std::size_t cells_of(Bytes bytes) const;  // rounded up
   OptionChain options_to(std::size_t cell, const std::vector<std::vector<double>>& costs, const LaneWeights& weights,
                          const OptionSet& set) const;
 
@@ -84,6 +92,7 @@ class CheapestOptions {
   const std::vector<ActivationSegment>& segments_;
   Bytes room_ = 0;  // for all else
   Bytes unit_ = 1;
+  std::vector<Bytes> most_kept_;  // until each segment, of a round
 };
 
 }  // namespace hydra

@@ -31,6 +31,14 @@ Bytes again_bytes(const ActivationSegment& segment, ActivationOption option) {
   return segment.freedom.second ? segment.freedom.second->bytes : std::max(segment.saved.fresh, segment.saved.all);
 }
 
+/// The most in use while a segment runs. `kept`: by the segments until each one.
+Bytes needed_at(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment,
+                const std::vector<Bytes>& kept, std::size_t i) {
+  const ActivationOption option = treatment.options[i];
+  return treatment.stash_bytes + needed_bytes(segments[i], option, treatment.round_size) +
+         treatment.round_size * (kept[i] - kept_bytes(segments[i], option));
+}
+
 /// Bytes that take room for a while. What is added later goes later.
 class BytesInFlight {
  public:
@@ -142,7 +150,7 @@ class StepRun {
         in_rounds_(treatment.round_size > 1),
         resident_(segments.size(), 0) {
     visits_.reserve(segments.size());
-    Bytes kept = treatment.stash_bytes;
+    const std::vector<Bytes> kept = kept_until(segments, treatment.options);
     Bytes off_device = 0;
     for (std::size_t i = 0; i < segments.size(); ++i) {
       const ActivationSegment& segment = segments[i];
@@ -154,15 +162,11 @@ class StepRun {
       const double disk = on_disk > 0 ? static_cast<double>(on_disk) / treatment.round_size / machine.disk : 0;
       const double coding = option == ActivationOption::kCompress ? segment.coding->seconds / 2 : 0;
       const double again = again_seconds(segment, option);
-      visits_.push_back({machine.budget - kept - needed_bytes(segment, option, treatment.round_size), moved,
+      visits_.push_back({machine.budget - needed_at(segments, treatment, kept, i), moved,
                          segment.forward_seconds + coding, segment.backward_seconds + again + coding,
                          static_cast<double>(moved) / machine.to_host + disk,
                          static_cast<double>(moved) / machine.to_device + disk});
-      kept += treatment.round_size * kept_bytes(segment, option);
-      visits_.back().unkept = -kept;
-    }
-    for (Visit& visit : visits_) {
-      visit.unkept += kept;
+      visits_.back().unkept = treatment.round_size * (kept.back() - kept[i]);
     }
   }
 
@@ -430,12 +434,26 @@ Bytes needed_bytes(const ActivationSegment& segment, ActivationOption option, in
          std::max(segment.forward_bytes, in_use + gradients + again_bytes(segment, option));
 }
 
+std::vector<Bytes> kept_until(const std::vector<ActivationSegment>& segments,
+                              const std::vector<ActivationOption>& options) {
+  std::vector<Bytes> kept;
+  kept.reserve(segments.size());
+  Bytes so_far = 0;
+  Bytes most = segments.empty() ? 0 : segments.back().saved.fresh;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    most += i + 1 < segments.size() ? segments[i].saved.fresh : 0;
+    most += options[i] == ActivationOption::kRecompute ? kept_bytes(segments[i], options[i]) : 0;
+    so_far = std::min(so_far + kept_bytes(segments[i], options[i]), most);
+    kept.push_back(so_far);
+  }
+  return kept;
+}
+
 Bytes peak_bytes(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment) {
-  Bytes kept = treatment.stash_bytes;
+  const std::vector<Bytes> kept = kept_until(segments, treatment.options);
   Bytes peak = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
-    peak = std::max(peak, kept + needed_bytes(segments[i], treatment.options[i], treatment.round_size));
-    kept += treatment.round_size * kept_bytes(segments[i], treatment.options[i]);
+    peak = std::max(peak, needed_at(segments, treatment, kept, i));
   }
   return peak;
 }
@@ -460,9 +478,9 @@ SimulatedStep simulate_step(const std::vector<ActivationSegment>& segments, cons
     run.round(std::min(left, treatment.round_size), left <= treatment.round_size);
   }
   SimulatedStep step = run.result();
-  double forward = 0;
+  double forward = 0;  // of the next step's first round, which reads every weight
   for (const ActivationSegment& segment : segments) {
-    forward += microbatches * segment.forward_seconds;
+    forward += std::min(microbatches, treatment.round_size) * segment.forward_seconds;
   }
   const double end = step.seconds + std::max(0.0, machine.update_seconds - forward);
   if (record != nullptr && end > step.seconds) {

@@ -10,8 +10,10 @@
 //
 // In use is what forward and backward take, whichever is more, in a backward that runs forward again.
 //
-// Kept bytes are all saved bytes of `keep`, all inputs of `recompute`, else none. With rounds of 1, weights are those
-// of the largest block, else the segment's.
+// Kept bytes are all saved bytes of `keep`, all inputs of `recompute`, else none. Several segments may keep one storage:
+// by a segment no more is kept than all segments until then have saved first, and the inputs of those that run again.
+// The last segment is what runs outside of the others, and may have saved at any time. With rounds of 1, weights are
+// those of the largest block, else the segment's.
 //
 // Time: compute and two lanes, one to the device and one to the host. Weights stay as far as there is room: those that
 // are used last leave first, in part if that is enough, so that more room is hardly ever slower. The others come
@@ -22,7 +24,8 @@
 // until then. Backward's bytes come in the order of their use, as far ahead as there is room of this kind since
 // backward began. What has none comes when it is read. The segments that come first fill the host. What it cannot hold
 // takes the disk's seconds on top of the lane's, each way. Gradients leave after each backward of a segment. The
-// optimizer's seconds count as far as they exceed the forward that they run behind.
+// optimizer's seconds count as far as they exceed the forward that they run behind: that of the next step's first
+// round, which reads every weight.
 //
 // A record says what compute and the lanes do when. It changes no result.
 //
@@ -38,12 +41,15 @@
 
 namespace hydra {
 
-/// Bytes of one microbatch.
+/// Bytes of one microbatch, of a segment by itself.
 Bytes kept_bytes(const ActivationSegment& segment, ActivationOption option);
 Bytes moved_bytes(const ActivationSegment& segment, ActivationOption option);
+/// Bytes of one microbatch that the segments until each one keep together.
+std::vector<Bytes> kept_until(const std::vector<ActivationSegment>& segments,
+                              const std::vector<ActivationOption>& options);
 /// Seconds of compute of one microbatch, forward and backward.
 double compute_seconds(const ActivationSegment& segment, ActivationOption option);
-/// The most that the segment needs, beside the stash and what segments before it keep.
+/// The most that the segment needs, beside the stash and what segments before it keep, which may be some of the same.
 Bytes needed_bytes(const ActivationSegment& segment, ActivationOption option, int round_size);
 
 /// The most bytes on the device at once, without weights that stay only because there is room.

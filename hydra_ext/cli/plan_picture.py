@@ -62,12 +62,11 @@ def figure_of(plan: Plan) -> Any:
     """Memory above lanes, on one time axis. Raises MissingDependency if matplotlib is not installed."""
     timeline = plan.timeline()
     scale, unit = _time_unit(plan.seconds)
-    names = list(dict.fromkeys([*plan.lanes, *(each.lane for each in timeline.intervals)]))
-    heights = (_MEMORY_HEIGHT, 0.4 + _LANE_HEIGHT * len(names))
+    heights = (_MEMORY_HEIGHT, 0.4 + _LANE_HEIGHT * len(plan.lanes))
     figure = new_figure("a plan", figsize=(_WIDTH, sum(heights)))
     memory, lanes = figure.subplots(2, sharex=True, height_ratios=heights)
     _draw_memory(memory, plan, timeline.memory, scale)
-    _draw_lanes(lanes, names, timeline.intervals, plan.seconds, scale)
+    _draw_lanes(lanes, plan, timeline.intervals, scale)
     lanes.set_xlim(0, plan.seconds * scale or 1.0)
     lanes.set_xlabel(f"{unit} since the step began", fontsize=8)
     for axes in (memory, lanes):
@@ -121,15 +120,13 @@ def _draw_memory(axes: Any, plan: Plan, memory: Sequence[tuple[float, MemoryPoin
     )
 
 
-def _draw_lanes(
-    axes: Any, names: Sequence[str], intervals: Sequence[LaneInterval], seconds: float, scale: float
-) -> None:
+def _draw_lanes(axes: Any, plan: Plan, intervals: Sequence[LaneInterval], scale: float) -> None:
+    seconds = plan.seconds
     pixel = seconds / _PIXELS
     short = _short_names({each.segment for each in intervals})
-    shown, busy = set(), []
-    for row, name in enumerate(names):
+    shown = set()
+    for row, name in enumerate(plan.lanes):
         own = [each for each in intervals if each.lane == name]
-        busy.append(sum(each.end - each.begin for each in own) / seconds if seconds else 0.0)
         bars = _bars(own, pixel)
         for kind, colour in _KINDS.items():
             same = [bar for bar in bars if bar.kind == kind]
@@ -146,9 +143,10 @@ def _draw_lanes(
         for bar in bars:
             if bar.segment in short:
                 _label(axes, row, bar, short[bar.segment], seconds, scale)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_ylim(len(plan.lanes) - 0.5, -0.5)
     axes.set_yticks(
-        range(len(names)), labels=[f"{name}\n{share:.0%} busy" for name, share in zip(names, busy, strict=True)]
+        range(len(plan.lanes)),
+        labels=[f"{name}\n{busy / seconds if seconds else 0.0:.0%} busy" for name, busy in plan.lanes.items()],
     )
     axes.legend(
         loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(_KINDS), fontsize=7, frameon=False, borderaxespad=0.1

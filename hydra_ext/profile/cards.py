@@ -18,6 +18,9 @@ v100-16                 NVIDIA V100 datasheet, PCIe: 14 and 112 TFLOPS, 900 GB/s
 
 The link is PCI Express with 16 lanes, in one direction, after its encoding: 15.75 GB/s for generation 3, 31.5 for 4,
 63 for 5. Memory is what the maker names, in units of 2^30 bytes; the H200's 141 GB are in units of 10^9 bytes.
+
+What the host's memory gives is assumed, as no card says it: two channels of DDR4-3200 beside a GeForce, 51.2 GB/s;
+eight in a server, 204.8 GB/s, or of DDR5-4800 beside an H100 or H200, 307.2 GB/s (JEDEC JESD79-4 and JESD79-5).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from hydra_ext.policy import parse_bytes
 
 _TERA, _GIGA, _GIB = 10**12, 10**9, 2**30
 _GENERATION_3, _GENERATION_4, _GENERATION_5 = 15.75 * _GIGA, 31.5 * _GIGA, 63 * _GIGA
+_DESKTOP, _SERVER, _NEW_SERVER = 51.2 * _GIGA, 204.8 * _GIGA, 307.2 * _GIGA  # bytes a second of a host's memory
 
 USABLE = 0.92  # of a card's memory: the rest is the driver's, and lost between allocations
 _MEASURED_SECONDS = 0.025  # of each of the two measurements
@@ -64,6 +68,7 @@ class Card:
         full_flops: Operations a second in float32.
         memory_bytes_per_second: Between its memory and its processors.
         link_bytes_per_second: Between host and device, in one direction.
+        host_bytes_per_second: Between the host's memory and its processors, where optimizers run.
         has_fast_bfloat16: Whether bfloat16 is as fast as float16; if not, it is as float32.
     """
 
@@ -73,6 +78,7 @@ class Card:
     full_flops: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
+    host_bytes_per_second: float = _DESKTOP
     has_fast_bfloat16: bool = True
 
     def speed(self, dtype: torch.dtype) -> Speed:
@@ -83,7 +89,15 @@ class Card:
 
 
 def _card(
-    name: str, gib: int, half: float, full: float, memory: float, link: float, *, has_fast_bfloat16: bool = True
+    name: str,
+    gib: int,
+    half: float,
+    full: float,
+    memory: float,
+    link: float,
+    host: float,
+    *,
+    has_fast_bfloat16: bool = True,
 ) -> Card:
     return Card(
         name=name,
@@ -92,21 +106,22 @@ def _card(
         full_flops=full * _TERA,
         memory_bytes_per_second=memory * _GIGA,
         link_bytes_per_second=link,
+        host_bytes_per_second=host,
         has_fast_bfloat16=has_fast_bfloat16,
     )
 
 
 _ALL = (
-    _card("rtx4090-24", 24, 165.2, 82.6, 1008, _GENERATION_4),
-    _card("rtx3090-24", 24, 71, 35.6, 936, _GENERATION_4),
-    _card("a10-24", 24, 125, 31.2, 600, _GENERATION_4),
-    _card("l4-24", 24, 121, 30.3, 300, _GENERATION_4),
-    _card("a100-40", 40, 312, 19.5, 1555, _GENERATION_4),
-    _card("a100-80", 80, 312, 19.5, 2039, _GENERATION_4),
-    _card("h100-80", 80, 989.4, 66.9, 3350, _GENERATION_5),
-    _card("h200-141", 141 * _GIGA // _GIB, 989.4, 66.9, 4800, _GENERATION_5),
-    _card("t4-16", 16, 65, 8.1, 320, _GENERATION_3, has_fast_bfloat16=False),
-    _card("v100-16", 16, 112, 14, 900, _GENERATION_3, has_fast_bfloat16=False),
+    _card("rtx4090-24", 24, 165.2, 82.6, 1008, _GENERATION_4, _DESKTOP),
+    _card("rtx3090-24", 24, 71, 35.6, 936, _GENERATION_4, _DESKTOP),
+    _card("a10-24", 24, 125, 31.2, 600, _GENERATION_4, _SERVER),
+    _card("l4-24", 24, 121, 30.3, 300, _GENERATION_4, _SERVER),
+    _card("a100-40", 40, 312, 19.5, 1555, _GENERATION_4, _SERVER),
+    _card("a100-80", 80, 312, 19.5, 2039, _GENERATION_4, _SERVER),
+    _card("h100-80", 80, 989.4, 66.9, 3350, _GENERATION_5, _NEW_SERVER),
+    _card("h200-141", 141 * _GIGA // _GIB, 989.4, 66.9, 4800, _GENERATION_5, _NEW_SERVER),
+    _card("t4-16", 16, 65, 8.1, 320, _GENERATION_3, _SERVER, has_fast_bfloat16=False),
+    _card("v100-16", 16, 112, 14, 900, _GENERATION_3, _SERVER, has_fast_bfloat16=False),
 )
 CARDS = {card.name: card for card in _ALL}
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hydra_ext.heads.calls import Heads
     from hydra_ext.plan.steps.forecast import Plan
     from hydra_ext.runtime.step_planner import PlannedStep, PlanTrials, StepPlanner, StepSeconds
+    from hydra_ext.runtime.updates import Updates
 
 STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
 _MOST_FAILURES = 3  # before the frugal way
@@ -45,7 +46,8 @@ _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not tim
 _REPLANS = 3  # because a forecast was far off
 _REMEDIES = "or shrink the batch, or leave round_size= in run.step and blocks= open"  # the rest has been tried
 _MOST_RESCUES = 2  # before the frugal way stays: a model may need other memory each time, whatever was measured
-_LOOK_AGAIN = 20  # frugal steps after which a microbatch is measured anew: others may have come
+_LOOK_AGAIN = 20  # frugal steps, or slow ones, after which a microbatch is measured anew: others may have come
+_SLOW = 1.3  # times the seconds of a plan's shortest step
 
 
 class Rung(Enum):
@@ -70,6 +72,7 @@ class FitOwner(Protocol):
     core: _C.PagedModel
     device: torch.device
     budget: int
+    updates: Updates | None
 
     def activation_bytes(self) -> int: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
@@ -98,6 +101,8 @@ class Setbacks:
         frugal_steps: Whole steps without a plan since a microbatch was measured.
         rescues: Steps that only the frugal way could end, since a whole one went as planned.
         futile: Times that the frugal way failed, likewise. Each doubles the steps before a microbatch is measured anew.
+        slow_steps: One after the other that took much longer than planned ones had taken.
+        slowdowns: Times that a microbatch was measured anew for that. Each doubles the steps before the next.
     """
 
     failures: int = 0
@@ -105,6 +110,8 @@ class Setbacks:
     frugal_steps: int = 0
     rescues: int = 0
     futile: int = 0
+    slow_steps: int = 0
+    slowdowns: int = 0
 
 
 class Steps:
@@ -177,8 +184,11 @@ class Fit:
             self._sizes[size] = Steps(Rung.GIVEN if waits else Rung.MEASURED, make_planner, may_be_loose=waits)
         return self._sizes[size]
 
-    def answer(self) -> Plan | None:
-        """Describes the step as it runs now, foreseen beside measured; None before a plan, or if none fits."""
+    def answer(self, peak_bytes: int) -> Plan | None:
+        """Describes the step as it runs now, foreseen beside measured; None before a plan, or if none fits.
+
+        ``peak_bytes``: of the device, in the last step.
+        """
         from hydra_ext.plan.steps.answer import answer
         from hydra_ext.plan.steps.forecast import MeasuredStep
 
@@ -187,14 +197,14 @@ class Fit:
             return None
         trials = self._steps.trials.get(self._kind)
         took = None if trials is None else trials.seconds.get(planned)
+        if trials is not None:
+            self.planner.update_seconds = trials.update_seconds
         problem, found = self.planner.forecast(planned)
         return answer(
             problem,
             self._owner.budget,
             found,
-            measured=MeasuredStep(
-                seconds=None if took is None else took.seconds, peak_bytes=self._owner.core.memory.ledger.peak
-            ),
+            measured=MeasuredStep(seconds=None if took is None else took.seconds, peak_bytes=peak_bytes),
             heads_in_rows=self.heads.in_rows,
         )
 
@@ -280,17 +290,35 @@ class Fit:
             return
         setbacks = self._steps.setbacks
         setbacks.failures = setbacks.rescues = setbacks.futile = 0
-        if not trials.note(self._clocks().since(self._began)) or trials.replans == _REPLANS:
+        took = self._clocks().since(self._began)
+        if not trials.note(took):
+            self._watch(took.seconds, trials.usual)
             return
+        if trials.replans == _REPLANS:
+            return
+        self.planner.update_seconds = trials.update_seconds
         if self.planner.learn(trials.planned, trials.seconds[trials.planned]):
             trials.replans += 1
             trials.try_also(self._plans())
+
+    def _watch(self, seconds: float, usual: float | None) -> None:
+        """Measures a microbatch anew if steps have become slower for good: of others the best plan may be another."""
+        setbacks = self._steps.setbacks
+        if usual is None or seconds <= _SLOW * usual:
+            setbacks.slow_steps = 0
+            return
+        setbacks.slow_steps += 1
+        if setbacks.slow_steps >= _LOOK_AGAIN << setbacks.slowdowns:
+            setbacks.slow_steps = 0
+            setbacks.slowdowns += 1
+            self._steps.rung = Rung.MEASURED
 
     def _clocks(self) -> StepSeconds:
         from hydra_ext.runtime.step_planner import StepSeconds
 
         on_gpu = self._owner.device.type == "cuda"
-        return StepSeconds(time.perf_counter(), None if on_gpu else compute_seconds())
+        computed = None if on_gpu else compute_seconds()
+        return StepSeconds(time.perf_counter(), computed, self._owner.core.update.seconds)
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 

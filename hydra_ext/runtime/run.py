@@ -123,7 +123,7 @@ class Run:
             StateError: no step was planned yet; the budget leaves nothing to plan, just above the smallest one; or the
                 user has chosen (``activations=``).
         """
-        plan = None if self.fit is None else self.fit.answer()
+        plan = None if self.fit is None else self.fit.answer(self.meter.peak_bytes)
         if plan is None:
             raise StateError(
                 "run.plan(): nothing was planned. With activations='auto' a plan follows the first microbatch of a "

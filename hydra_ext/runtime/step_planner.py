@@ -47,17 +47,19 @@ class StepSeconds:
     Attributes:
         seconds: In all.
         computed: Of the thread that computes, without waits; None on a GPU, where no thread does.
+        updated: Of the threads that update weights behind the next forward.
     """
 
     seconds: float
     computed: float | None = None
+    updated: float = 0.0
 
     def since(self, begin: StepSeconds) -> StepSeconds:
         computed = None if self.computed is None or begin.computed is None else self.computed - begin.computed
-        return StepSeconds(self.seconds - begin.seconds, computed)
+        return StepSeconds(self.seconds - begin.seconds, computed, self.updated - begin.updated)
 
     def or_less(self, other: StepSeconds) -> StepSeconds:
-        """The less of each."""
+        """The less of each, but for updates: what runs behind a forward counts there, or in the next step."""
         computed = None if self.computed is None or other.computed is None else min(self.computed, other.computed)
         return StepSeconds(min(self.seconds, other.seconds), computed)
 
@@ -129,17 +131,21 @@ class PlannedStep:
         names = [name for name, option in options if option == _C.ActivationOption.COMPRESS]
         return [member for name in names for member in self.problem.profile.members(name)]
 
-    def slowness(self, took: StepSeconds) -> float | None:
+    def slowness(self, took: StepSeconds, step: float) -> float | None:
         """Measured seconds of compute for each one of the profile, if the forecast was far off; None if it was not.
 
         The microbatch that was measured was the first one, which also takes what is done once: memory is touched for
         the first time, kernels are chosen.
+
+        Args:
+            took: Measured.
+            step: Foreseen seconds of the step, with all that is known now.
         """
         foreseen, computed = self.found.compute_seconds, took.computed
         if computed is None:
-            if not _differs(took.seconds, self.seconds, _OFF):
+            if not _differs(took.seconds, step, _OFF):
                 return None
-            computed = took.seconds - (self.seconds - foreseen)
+            computed = took.seconds - (step - foreseen)
         elif not _differs(computed, foreseen, _COMPUTE_OFF):
             return None
         return self.problem.setting.slowness * min(max(computed / max(foreseen, 1e-9), 0.5), 2.0)
@@ -166,19 +172,32 @@ class PlanTrials:
     Attributes:
         planned: The step as it runs now.
         seconds: Of the shortest step by each plan so far; of its compute likewise.
+        update_seconds: Of updates behind a forward, in the mean over all steps.
         replans: Number of times that a forecast was far off.
     """
 
     def __init__(self, plans: list[PlannedStep]) -> None:
         self.seconds: dict[PlannedStep, StepSeconds] = {}
         self.replans = 0
+        self._updated, self._steps = 0.0, 0
         self._turns = plans * _TURNS if len(plans) > 1 else [*plans]  # to come
         self.planned = self._turns.pop(0)
         self._is_cold = True
         self._left = _TIMED  # steps of this turn
 
+    @property
+    def update_seconds(self) -> float:
+        return self._updated / max(self._steps, 1)
+
+    @property
+    def usual(self) -> float | None:
+        """Seconds that a step takes by now; None while plans are timed."""
+        return self.seconds[self.planned].seconds if self._left == 0 else None
+
     def note(self, took: StepSeconds) -> bool:
         """Notes a step's time. Returns whether all plans have been timed now: the fastest is taken."""
+        self._updated += took.updated
+        self._steps += 1
         if self._is_cold:
             self._is_cold = False
             return False
@@ -228,6 +247,7 @@ class StepPlanner:
 
     Attributes:
         profile: What one microbatch cost; None before it was measured.
+        update_seconds: Of an update behind a forward.
     """
 
     def __init__(self, owner: FitOwner, saving: Saving, spilling: Spilling | None) -> None:
@@ -239,6 +259,7 @@ class StepPlanner:
         self._share = _CUDA_SHARE if owner.device.type == "cuda" else _SHARE
         self._lanes = [_LaneSpeed()] * 3  # to the device, to the host, and the disk's
         self.profile: Profile | None = None
+        self.update_seconds = 0.0  # not known before there was one
         self._slowness = 1.0  # seconds of compute for each one of the profile
 
     def measure(self) -> Profiler:
@@ -267,11 +288,12 @@ class StepPlanner:
 
     def learn(self, planned: PlannedStep, took: StepSeconds) -> bool:
         """Corrects forecasts by what a planned step took. Returns whether they were far off."""
-        slowness = planned.slowness(took)
-        if slowness is None or not _differs(slowness, self._slowness, _COMPUTE_OFF):
-            return False
-        self._slowness = slowness
-        return True
+        _, judged = self.forecast(planned)
+        slowness = planned.slowness(took, judged.seconds)
+        if slowness is not None and _differs(slowness, self._slowness, _COMPUTE_OFF):
+            self._slowness = slowness
+            return True
+        return _differs(judged.seconds, planned.seconds, _OFF)
 
     def _figures_of(self, block: Block) -> BlockFigures:
         faces = [self._owner.face_of(parameter) for _, parameter in block.parameters]
@@ -313,17 +335,21 @@ class StepPlanner:
             to_device=to_device,
             to_host=to_host,
             buffer_bytes=buffer_bytes(self._owner.model),
+            update_seconds=self.update_seconds,
             round_sizes=round_sizes,
             recompute=recompute,
             slowness=self._slowness,
         )
         wishes = Wishes(given=self._saving.given.policies, coding_of=self._coding.of)
-        return StepProblem(profile, setting, self._homes(disk), wishes=wishes)
+        return StepProblem(profile, setting, self._homes(profile, disk), wishes=wishes)
 
-    def _homes(self, disk: float) -> Homes | None:
-        """What the host holds beside saved tensors, under a host budget."""
+    def _homes(self, profile: Profile, disk: float) -> Homes:
+        """What host and device hold beside saved tensors; on the host without a budget weights and gradients only."""
         if self._spilling is None:
-            return None
+            updates = self._owner.updates
+            on_device, left_free = (0, 0) if updates is None else updates.homes.demand()
+            held = sum(block.weight_bytes + block.gradient_bytes for block in profile.blocks)
+            return Homes(nbytes=held, on_device=on_device, left_free=left_free)
         known = 0.0 if disk == math.inf else disk
         return Homes(nbytes=self._spilling.plan.total, host_budget=self._spilling.budget, disk=known)
 

@@ -40,7 +40,11 @@ class UpdateOwner(Protocol):
 
 
 class Updates:
-    """The steps of one optimizer for one model. It is the optimizer's runner from :meth:`__init__` to :meth:`close`."""
+    """The steps of one optimizer for one model. It is the optimizer's runner from :meth:`__init__` to :meth:`close`.
+
+    Attributes:
+        homes: Blocks that are updated on the device.
+    """
 
     destinations: Mapping[Tensor, Tensor] | None = None  # steps update parameters in place
 
@@ -49,7 +53,7 @@ class Updates:
         self._core = owner.core
         self._optimizer = optimizer
         self._blocks = len(owner.layout.blocks)
-        self._homes = homes
+        self.homes = homes
         self._spilling = spilling
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(owner.layout.blocks) for _, parameter in block.parameters
@@ -131,7 +135,7 @@ class Updates:
             block = self._block_of.get(parameter, _NO_BLOCK)
             by_block[block].append((parameter, gradient))
             members[first_of[block]].append((parameter, gradient))
-        self._homes.expect_step(by_block)
+        self.homes.expect_step(by_block)
         stepped = [first for first in together if members[first]]
         self._parts = [[block for block in together[first] if by_block[block]] for first in stepped]
         self._outside_overlaps = any(_NO_BLOCK in blocks and len(blocks) > 1 for blocks in together.values())
@@ -178,7 +182,7 @@ class Updates:
             self._core.update.defer(later, optimizer.pool, self._scale)
         for update in at_home:
             self._core.moves.update(update, optimizer.pool, self._scale)
-        self._homes.end_step()
+        self.homes.end_step()
 
     def _run_outside(self, optimizer: HostOptimizer, part: PreparedStep) -> None:
         if self._scale != 1.0:

@@ -65,6 +65,7 @@ def test_lanes_are_drawn_under_memory_over_the_same_seconds(tight: Plan) -> None
     for row, name in enumerate(names[:3]):
         own = sorted((left, right) for _, middle, left, right in drawn if round(middle) == row)
         assert sum(right - left for left, right in own) == pytest.approx(1000 * tight.lanes[name], rel=0.01)
+    for row, name in enumerate(names):
         busy = tight.lanes[name] / tight.seconds
         assert lanes.get_yticklabels()[row].get_text() == f"{name}\n{busy:.0%} busy"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -183,6 +184,79 @@ def test_a_host_that_cannot_hold_what_has_to_leave() -> None:
     assert fast.seconds < slow.seconds
     assert fast.host_bytes == int(0.9 * needed)
     assert fast.disk_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["VGG", "GPT-2"])
+def test_what_stays_is_what_plain_pytorch_saves(name: str) -> None:
+    """A storage that a layer and the next one save is there once."""
+    if name == "VGG":
+        layers = [[nn.Conv2d(a, b, 3, padding=1), nn.ReLU()] for a, b in ((3, 8), (8, 8), (8, 16), (16, 16))]
+        model: nn.Module = nn.Sequential(*itertools.chain(*layers))
+        batch: Any = torch.randn(2, 3, 16, 16)
+        loss = lambda x: model(x).sum()  # noqa: E731
+    else:
+        family = FAMILIES["gpt2"]
+        model, batch = family.make(0), family.batches(1, 1)[0]
+        loss = lambda mb: family.loss(model, mb)  # noqa: E731
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        graph = loss(batch)
+    plan = fit(model, batch, loss, device=SLOW, microbatches=1, recompute=False)
+    assert {segment.choice for segment in plan.segments if segment.saved_bytes} == {"keep"}
+    assert max(point.kept for point in plan.memory) == pytest.approx(sum(saved.values()), rel=0.02)
+    assert graph.requires_grad
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [(0.0, 0), (8.0, 8), ("AdamW", 8)])
+def test_an_update_takes_the_time_of_the_hosts_memory(optimizer: Any, state: int) -> None:
+    model = layered()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    given = hydra_ext.optim.AdamW(model.parameters()) if optimizer == "AdamW" else optimizer
+    card = dataclasses.replace(SLOW, host_bytes_per_second=1e6)
+    plan = planned(model, device=card, optimizer=given)
+    moved = numbers * (4 + 2 * (4 + state))  # reads gradients, reads and writes weights and state
+    assert plan.lanes["optimizer"] == pytest.approx(moved / 1e6)
+    assert plan.binding == "optimizer"
+    hidden = plan.seconds - planned(model, device=card, optimizer=given, update_seconds=0.0).seconds
+    assert 0.5 * plan.lanes["optimizer"] < hidden < plan.lanes["optimizer"]
+    assert planned(model, device=card, optimizer=given, update_seconds=3.0).lanes["optimizer"] == 3.0
+    assert 0 < planned(model, device=None, budget=plan.budget).lanes["optimizer"] < 1  # measured here
+
+
+def test_nothing_is_updated_where_nothing_is_trained() -> None:
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+    plan = planned(nn.Sequential(frozen, nn.Linear(WIDTH, 1)))
+    assert plan.lanes["optimizer"] == pytest.approx(3 * 4 * (WIDTH + 1) / SLOW.host_bytes_per_second)
+
+
+def test_larger_rounds_hide_an_update_that_takes_long() -> None:
+    """The next step's first round reads all weights, so only its forward hides the update."""
+    model = layered()
+    options = {"microbatches": 8, "budget": "64MiB", "link": 1e12}
+    alone, together = (planned(model, **options, update_seconds=seconds) for seconds in (0.0, 1.0))
+    assert together.round_size == 8
+    assert planned(model, **options, update_seconds=1.0, round_size=1).seconds > together.seconds
+    assert alone.seconds < together.seconds
+
+
+def test_what_stays_where_there_is_room_is_held() -> None:
+    model = layered()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    needs = planned(model, optimizer=8.0).peak_bytes
+    for budget in (needs, needs + weights // 2, needs + 2 * weights, needs + 4 * weights, needs + 8 * weights):
+        plan = planned(model, optimizer=8.0, budget=budget)
+        assert plan.peak_bytes <= plan.held_bytes <= budget
+        assert plan.held_bytes >= min(budget, plan.peak_bytes + weights) - weights // 4
+    assert plan.held_bytes == pytest.approx(plan.peak_bytes + 4 * weights, rel=0.1)  # with gradients and state
+    assert planned(model, budget=budget).held_bytes == pytest.approx(plan.peak_bytes + weights, rel=0.1)
 
 
 @pytest.mark.full

@@ -22,10 +22,11 @@ AGAIN, AGAIN_OFFLOADED = _C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECO
 
 def segment(name: str, draw: random.Random) -> Segment:
     saved, inputs, weights = draw.randrange(100), draw.randrange(100), draw.randrange(100)
+    again = draw.choice((0, 7, 70))  # of what an earlier one has saved
     figures = ModuleFigures(
         name=name,
         forward_seconds=draw.random(),
-        saved=Amount(fresh=saved, all=saved + draw.choice((0, 7))),
+        saved=Amount(fresh=saved, all=saved + again),
         inputs=Amount(fresh=inputs, all=inputs + draw.choice((0, 7))),
         parked_bytes=draw.randrange(20),
         forward_bytes=draw.randrange(200),

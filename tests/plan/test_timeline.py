@@ -195,13 +195,17 @@ def test_a_plan_has_the_timeline_of_its_seconds_and_bytes(tight: Plan) -> None:
     intervals = timeline.intervals
     assert timeline == tight.timeline()
     assert max(each.end for each in intervals) == tight.seconds
-    assert {each.lane for each in intervals} == {*tight.lanes, "optimizer"}
-    for lane, seconds in tight.lanes.items():
-        assert spent_in(intervals, lane) == pytest.approx(seconds)
-        if lane != "compute":
-            assert sum(each.nbytes for each in intervals if each.lane == lane) == pytest.approx(LINK * seconds)
+    assert {each.lane for each in intervals} == {*tight.lanes}
+    for lane in ("compute", "to device", "to host"):
+        assert spent_in(intervals, lane) == pytest.approx(tight.lanes[lane])
+    for lane in ("to device", "to host"):
+        assert sum(each.nbytes for each in intervals if each.lane == lane) == pytest.approx(LINK * tight.lanes[lane])
     update = intervals[-1]
     assert (update.kind, update.segment, update.end) == ("update", "", tight.seconds)
+    forward = sum(each.end - each.begin for each in intervals if each.kind == "forward")
+    hidden = forward * tight.round_size / tight.microbatches  # by the next step's first round
+    assert update.end - update.begin == pytest.approx(tight.lanes["optimizer"] - hidden)
+    assert tight.lanes["optimizer"] == 0.01
     for segment in tight.segments:
         own = [each for each in intervals if each.segment == segment.name]
         assert spent_in(own, "compute") == pytest.approx(segment.seconds)
@@ -216,8 +220,8 @@ def test_what_goes_to_the_disk_takes_as_long_as_the_plan_says(tight: Plan) -> No
     plan, fast = (planned(**options, disk=disk) for disk in (LINK / 4, 1e15))
     intervals = plan.timeline().intervals
     assert max(each.end for each in intervals) == plan.seconds > fast.seconds
-    for lane, seconds in plan.lanes.items():
-        assert spent_in(intervals, lane) == pytest.approx(seconds)
+    for lane in ("compute", "to device", "to host"):
+        assert spent_in(intervals, lane) == pytest.approx(plan.lanes[lane])
     sent = [each for each in intervals if (each.lane, each.kind) == ("to host", "stash")]
     assert sent
     for each in sent:  # all of it: weights and gradients alone fill the host

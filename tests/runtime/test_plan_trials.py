@@ -210,3 +210,45 @@ def test_a_plan_that_was_left_does_not_take_weights_from_the_next_one() -> None:
             run.core.pager.forget_activations()
     assert loads[1] > loads[0]
     assert loads[-1] <= loads[0]
+
+
+# ---- a machine that changes -----------------------------------------------------------------------------------------
+def test_steps_that_stay_slower_have_a_microbatch_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 20 of them, then after 40: lengths that differ are no change of the machine."""
+    model = Layered(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    microbatches = data(1)
+    now = 0.0
+    with hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run:
+        monkeypatch.setattr(type(run.fit), "_clocks", lambda _: StepSeconds(now, now))
+        measured: list[int] = []
+
+        def steps(count: int, seconds: float) -> int:
+            """Makes steps of so many seconds. Returns how many microbatches were measured."""
+            nonlocal now
+            before = len(measured)
+
+            def fn(x: Tensor) -> Tensor:
+                nonlocal now
+                now += seconds
+                return loss_of(model, x)
+
+            for _ in range(count):
+                run.step(microbatches, fn)
+            return len(measured) - before
+
+        run.step(microbatches, lambda x: loss_of(model, x))
+        planner = run.fit.planner
+        settle = planner.settle
+        monkeypatch.setattr(planner, "settle", lambda *args, **options: (measured.append(1), settle(*args, **options)))
+        assert steps(30, 1.0) == 0
+        assert steps(10, 1.25) == 0
+        assert steps(19, 1.35) == 0
+        assert steps(1, 1.0) == 0  # not one after the other
+        assert steps(20, 1.35) == 0
+        assert steps(1, 1.35) == 1
+        assert steps(100, 1.35) == 0  # they are usual now
+        assert steps(40, 2.0) == 0
+        assert steps(1, 2.0) == 1
+        assert run.report().retries == 0
+        assert steps(1, 2.0) == 0
+        assert run.plan().measured is not None

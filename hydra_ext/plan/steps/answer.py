@@ -43,20 +43,17 @@ def answer(
     held = problem.homes.nbytes + moved_bytes(chain, found)
     host = held if problem.homes.host_budget is None else min(held, problem.homes.host_budget)
     return Plan(
-        budget=budget,
         least_bytes=problem.least_bytes if least_bytes is None else least_bytes,
         ideal_bytes=problem.ideal_bytes,
         peak_bytes=found.peak_bytes + setting.buffer_bytes,
         host_bytes=host,
         disk_bytes=held - host,
-        microbatches=setting.microbatches,
-        round_size=found.round_size,
-        stash_bytes=found.stash_bytes,
         seconds=found.seconds,
         lanes={
             "compute": found.compute_seconds,
             "to device": found.to_device_seconds,
             "to host": found.to_host_seconds,
+            "optimizer": setting.update_seconds,
         },
         segments=_segments(problem, found),
         curve=_curve(problem, budget, found.seconds),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile.cards import USABLE, Card, bytes_per_second, card_named, link_of
+from hydra_ext.profile.cards import USABLE, Card, bytes_per_second, card_named, link_of, speed_of_this_machine
 from hydra_ext.profile.dry_run import dry_run, dtype_of
 from hydra_ext.profile.real_run import has_numbers, real_run
 
@@ -45,7 +46,7 @@ def fit(
     link: float | str | None = None,
     disk: float | str | None = None,
     param_dtype: torch.dtype | None = None,
-    update_seconds: float = 0.0,
+    update_seconds: float | None = None,
     inexact_heads: bool = False,
 ) -> Plan:
     """Plans a training step from a dry run, which makes no step and takes no memory.
@@ -67,7 +68,8 @@ def fit(
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
         disk: Bytes a second of the disk, each way, for activations beyond ``host_budget``; None if they have to fit.
         param_dtype: Dtype in which weights compute; by default the model's own.
-        update_seconds: Of the optimizer's step, which runs behind the next forward.
+        update_seconds: Of the optimizer's step, which runs behind the next forward. None takes what it reads and writes
+            at the speed of the host's memory: the card's assumption, or without a card as measured here.
         inexact_heads: As in :class:`hydra_ext.Auto`. A card, whose kernels are not here, has no heads in rows without.
 
     Raises:
@@ -78,16 +80,17 @@ def fit(
     """
     card = card_named(device) if isinstance(device, str) else device
     lane = link_of(link, card)
+    held = _held_by_host(model, optimizer)
     setting = StepSetting(
         microbatches=_checked_count(microbatches),
         to_device=lane,
         to_host=lane,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        update_seconds=update_seconds,
+        update_seconds=_update_seconds(held, card) if update_seconds is None else update_seconds,
         round_sizes=_round_sizes(round_size, microbatches),
         recompute=recompute,
     )
-    homes = _homes(model, optimizer, host_budget, disk)
+    homes = _homes(held, host_budget, disk, on_device=host_budget is None and bool(optimizer))
     problem_with = partial(_problem_with, model, example, fn, param_dtype, card, setting, homes)
     return _answered(problem_with, model, budget, card, inexact_heads=inexact_heads)
 
@@ -175,15 +178,21 @@ def _round_sizes(round_size: int | None, microbatches: int) -> tuple[int, ...]:
     return (round_size,)
 
 
-def _homes(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | float,
-    host_budget: int | str | None,
-    disk: float | str | None,
-) -> Homes:
+@dataclass(frozen=True, kw_only=True)
+class _HeldByHost:
+    """Bytes of a model's weights, of trained ones, which their gradients take, too, and of the optimizer's state."""
+
+    weights: int
+    trained: int
+    state: int
+
+    @property
+    def all(self) -> int:
+        return self.weights + self.trained + self.state
+
+
+def _held_by_host(model: nn.Module, optimizer: torch.optim.Optimizer | float) -> _HeldByHost:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    gradients = sum(parameter.nbytes for parameter in trained)
     if isinstance(optimizer, torch.optim.Optimizer):
         if not hasattr(optimizer, "state_sizes"):
             raise InvalidArgument(
@@ -196,6 +205,25 @@ def _homes(
         state = round(optimizer * sum(parameter.numel() for parameter in trained))
     else:
         raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
+    return _HeldByHost(
+        weights=sum(parameter.nbytes for parameter in model.parameters()),
+        trained=sum(parameter.nbytes for parameter in trained),
+        state=state,
+    )
+
+
+def _update_seconds(held: _HeldByHost, card: Card | None) -> float:
+    """A native optimizer is as fast as memory: it reads gradients, and reads and writes weights and state."""
+    moved = held.trained + 2 * (held.trained + held.state)
+    if not moved:
+        return 0.0
+    if card is not None:
+        return moved / card.host_bytes_per_second
+    return moved / speed_of_this_machine(torch.device("cpu"), torch.float32).bytes_per_second
+
+
+def _homes(held: _HeldByHost, host_budget: int | str | None, disk: float | str | None, *, on_device: bool) -> Homes:
     limit = None if host_budget is None else parse_bytes(host_budget, named="host_budget")
     speed = 0.0 if disk is None else bytes_per_second(disk, named="disk")
-    return Homes(nbytes=weights + gradients + state, host_budget=limit, disk=speed)
+    at_home = held.trained + held.state if on_device else 0
+    return Homes(nbytes=held.all, host_budget=limit, disk=speed, on_device=at_home)

@@ -63,18 +63,14 @@ class Plan:
     """How a training step runs under a budget. ``str()`` gives a table.
 
     Attributes:
-        budget: Device bytes.
         least_bytes: The smallest budget that any plan fits.
         ideal_bytes: The budget with which all activations of a step stay, and all weights.
-        peak_bytes: The most bytes in use, without weights that stay only because there is room.
+        peak_bytes: The most bytes that the step needs at once.
         host_bytes: Of weights, gradients, optimizer state and activations on the host, without working memory. In a
             running step without the optimizer's state; with ``host_budget=`` all that this counts.
         disk_bytes: Of what exceeds the host's budget; in a running step of activations.
-        microbatches: Of a step.
-        round_size: Microbatches that run together; 1 for one after the other.
-        stash_bytes: Room for activations on their way.
         seconds: Of a step.
-        lanes: Seconds in which compute and each direction of the link are busy.
+        lanes: Seconds in which compute, each direction of the link, and the optimizer are busy.
         segments: In the order of their calls.
         curve: Budgets, and the seconds of a step with each.
         advice: What would help, the best first.
@@ -82,15 +78,11 @@ class Plan:
         measured_because: Why a real microbatch gave the figures, and not a dry run; None if that was not needed.
     """
 
-    budget: int
     least_bytes: int
     ideal_bytes: int
     peak_bytes: int
     host_bytes: int
     disk_bytes: int
-    microbatches: int
-    round_size: int
-    stash_bytes: int
     seconds: float
     lanes: Mapping[str, float]
     segments: tuple[PlannedSegment, ...]
@@ -101,9 +93,37 @@ class Plan:
     _step: TreatedStep = field(repr=False)
 
     @property
+    def budget(self) -> int:
+        """Device bytes."""
+        return self._step.budget
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return self._step.setting.microbatches
+
+    @property
+    def round_size(self) -> int:
+        """Microbatches that run together; 1 for one after the other."""
+        return self._step.round_size
+
+    @property
+    def stash_bytes(self) -> int:
+        """Room for activations on their way."""
+        return self._step.stash_bytes
+
+    @property
     def heads_in_rows(self) -> tuple[str, ...]:
         """Linear layers whose logits are made, and go backward, some rows at a time."""
         return self._step.heads_in_rows
+
+    @property
+    def held_bytes(self) -> int:
+        """The most bytes in use: with weights that stay because there is room, and blocks at home on the device.
+
+        A measured peak is to be compared with this.
+        """
+        return self._step.held_bytes()
 
     @property
     def memory(self) -> tuple[MemoryPoint, ...]:
@@ -134,7 +154,8 @@ class Plan:
         return [
             f"budget {_size(self.budget)}; least {_size(self.least_bytes)}, ideal {_size(self.ideal_bytes)}",
             f"{self.seconds:.3g} s a step of {self.microbatches} microbatches in rounds of {self.round_size}; "
-            f"peak {_size(self.peak_bytes)}, stash {_size(self.stash_bytes)}, host {_size(self.host_bytes)}{disk}",
+            f"needs {_size(self.peak_bytes)} at once, holds {_size(self.held_bytes)}, stash {_size(self.stash_bytes)}, "
+            f"host {_size(self.host_bytes)}{disk}",
             *measured,
             *([f"in rows, with the loss: {', '.join(self.heads_in_rows)}"] if self.heads_in_rows else []),
             f"busy: {lanes}; {self.binding} binds",

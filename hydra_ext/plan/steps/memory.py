@@ -39,7 +39,8 @@ class MemoryPoint:
         way: ``forward`` or ``backward``.
         buffers: Of the model.
         stash: Room for activations on their way.
-        kept: Activations that stay until backward reads them.
+        kept: Activations that stay until backward reads them. What several segments keep counts once, as far as it was
+            saved first by a segment until this one, or outside of the segments.
         weights: Of the segment; with rounds of 1, of its largest block.
         in_use: Activations that are alive in the segment, of all microbatches of the round.
         gradients: Of parameters, until they are summed; with larger rounds all of the segment's, if these are more.
@@ -67,9 +68,8 @@ def memory_of(segments: Sequence[Segment], found: Treatment, buffer_bytes: int) 
 
 
 def _points(segments: Sequence[Segment], found: Treatment, buffer_bytes: int, way: str) -> Iterator[MemoryPoint]:
-    size, kept = found.round_size, 0
-    for segment, option in zip(segments, found.options, strict=True):
-        kept += size * _kept(segment, option)
+    size = found.round_size
+    for segment, option, kept in zip(segments, found.options, _kept_until(segments, found.options), strict=True):
         in_use, gradients = segment.figures.forward_bytes, 0
         if way == "backward":
             in_use, gradients = segment.figures.backward_bytes, segment.live_gradient_bytes
@@ -82,7 +82,7 @@ def _points(segments: Sequence[Segment], found: Treatment, buffer_bytes: int, wa
             way=way,
             buffers=buffer_bytes,
             stash=found.stash_bytes,
-            kept=kept,
+            kept=size * kept,
             weights=segment.weight_bytes if size > 1 else segment.slot_bytes,
             in_use=in_use + (size - 1) * segment.figures.parked_bytes,
             gradients=gradients,
@@ -102,6 +102,18 @@ def moved_of(segment: Segment, option: _C.ActivationOption) -> int:
     if option == _C.ActivationOption.COMPRESS and segment.freedom.coding is not None:
         return segment.freedom.coding.stream_bytes
     return segment.figures.inputs.fresh if option == _C.ActivationOption.RECOMPUTE_OFFLOADED else 0
+
+
+def _kept_until(segments: Sequence[Segment], options: Sequence[_C.ActivationOption]) -> Iterator[int]:
+    """Bytes of one microbatch that the segments until each one keep together."""
+    *_, outside = segments
+    kept, most = 0, outside.figures.saved.fresh
+    for number, (segment, option) in enumerate(zip(segments, options, strict=True), 1):
+        own = _kept(segment, option)
+        most += segment.figures.saved.fresh if number < len(segments) else 0
+        most += own if option == _C.ActivationOption.RECOMPUTE else 0
+        kept = min(kept + own, most)
+        yield kept
 
 
 def _kept(segment: Segment, option: _C.ActivationOption) -> int:

@@ -31,7 +31,7 @@ class StepSetting:
         to_device: Bytes a second from the host to the device.
         to_host: Bytes a second back.
         buffer_bytes: Of the model's buffers, which stay on the device.
-        update_seconds: Of the optimizer's step.
+        update_seconds: Of the optimizer's step, behind the first round of the next one.
         round_sizes: Numbers of microbatches that may run together; empty for those that the planner tries.
         recompute: Whether segments may run again in backward.
         slowness: Seconds of compute for each one of the profile.
@@ -68,11 +68,15 @@ class Homes:
         nbytes: Of weights, gradients and optimizer state.
         host_budget: Bytes that the host may hold, activations included; None for no limit. The rest is on the disk.
         disk: Bytes a second, each way, of activations that the host cannot hold; 0 if all have to fit.
+        on_device: Bytes of gradients and state that have their home on the device, with their weights, if it has room.
+        left_free: Bytes of the device that these leave free.
     """
 
     nbytes: int
     host_budget: int | None = None
     disk: float = 0.0
+    on_device: int = 0
+    left_free: int = 0
 
     @property
     def room(self) -> int:

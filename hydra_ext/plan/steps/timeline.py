@@ -105,6 +105,15 @@ class TreatedStep:
         """Device bytes over a round: forward, then backward."""
         return memory_of(self.segments, self, self.setting.buffer_bytes)
 
+    def held_bytes(self) -> int:
+        """The most device bytes in use, with all that stays because there is room."""
+        beside = max(each.total - each.weights for each in self.memory())
+        needed = max(each.total - each.weights - each.gradients for each in self.memory())
+        weights = sum(segment.weight_bytes for segment in self.segments)
+        room = self.budget - needed - weights - self.homes.left_free
+        at_home = needed + weights + min(self.homes.on_device, max(0, room))
+        return min(self.budget, max(beside + weights, at_home))
+
     def timeline(self) -> StepTimeline:
         setting = self.setting
         record = _C.record_step(

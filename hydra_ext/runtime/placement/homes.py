@@ -141,9 +141,13 @@ class Homes:
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
         activations = max((size for kind in kinds for _, size in self._core.pager.recorded(kind)), default=self._budget)
         slots = sum(_aligned(p.nbytes) for block in self._blocks for _, p in block.parameters)
-        largest = max((self._gradient_bytes(block) for block in range(len(self._blocks))), default=0)
         homes = sum(self._cost(block) for block in self._settled)
-        return self._budget - activations - slots - max(2 * largest, self._in_flight) - homes
+        return self._budget - activations - slots - self._margin() - homes
+
+    def _margin(self) -> int:
+        """Bytes of gradients on their way."""
+        largest = max((self._gradient_bytes(block) for block in range(len(self._blocks))), default=0)
+        return max(2 * largest, self._in_flight)
 
     def _cost(self, block: int) -> int:
         """Bytes of the block's gradients and state, which come on top of its slot."""
@@ -158,7 +162,13 @@ class Homes:
     def _state_of(self, parameter: Tensor) -> list[Tensor]:
         return self._optimizer.tensors_beside(parameter)
 
-    # ---- for the report ---------------------------------------------------------------------------------------------
+    # ---- for the plan and the report ---------------------------------------------------------------------------------
+
+    def demand(self) -> tuple[int, int]:
+        """Bytes that homes of all blocks would take on the device beside slots, and bytes that they leave free."""
+        if self._refusal:
+            return 0, 0
+        return sum(self._cost(block) for block in range(len(self._blocks))), self._margin()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -101,12 +101,22 @@ class _Moment:
     waited: float
 
 
+@dataclass
+class _UpdateCall:
+    """A call of ``optimizer.step()``: its begin in nanoseconds, windows opened before it, and calls of a base class."""
+
+    began: int = 0
+    windows: int = 0
+    depth: int = 0
+
+
 class StepMeter:
     """Measures the steps of one run.
 
     Attributes:
         steps: Number of steps that have ended.
         updates: Number of calls of ``optimizer.step()`` that have ended.
+        peak_bytes: Most bytes that the device has held in the last step; on a GPU as in :class:`StepFigures`.
         inside: Whether a call of ``run.step`` is under way.
         observer: Trace that is notified of steps and updates, or None.
     """
@@ -118,12 +128,11 @@ class StepMeter:
         self._listeners: OrderedDict[int, _Listener] = OrderedDict()
         self._begin: _Moment | None = None
         self.inside = False
-        self._update_began = 0
-        self._update_depth = 0
-        self._update_windows = 0
+        self._update = _UpdateCall()
         self._at_once = 0.0
         self.steps = 0
         self.updates = 0
+        self.peak_bytes = 0
         self.observer: StepObserver | None = None
 
     def on_step(self, callback: Callback, tokens: TokenCount | None) -> RemovableHandle:
@@ -139,8 +148,8 @@ class StepMeter:
     def begin(self) -> None:
         """Begins a step, if a callback or an observer wants its figures."""
         self._begin = None
+        self._core.memory.ledger.take_peak()
         if self._listeners or self.observer is not None:
-            self._core.memory.ledger.take_peak()
             self._begin = self._now()
 
     def measured(self, microbatches: Sequence[Any], work: Callable[[], Result]) -> Result:
@@ -160,23 +169,21 @@ class StepMeter:
     def update_begins(self) -> None:
         """Called before ``optimizer.step()``, several times if ``step()`` calls that of its base class."""
         windows = self._core.gate.opens
-        if self._update_depth == 0 or windows != self._update_windows:  # an update from before a window has failed
-            self._update_depth = 0
-            self._update_windows = windows
-            self._update_began = time.monotonic_ns()
-        self._update_depth += 1
+        if self._update.depth == 0 or windows != self._update.windows:  # an update from before a window has failed
+            self._update = _UpdateCall(began=time.monotonic_ns(), windows=windows)
+        self._update.depth += 1
 
     def update_ended(self, *, deferred: bool) -> None:
         """Called after ``optimizer.step()``. If ``deferred``, the update has only been prepared."""
-        self._update_depth -= 1
-        if self._update_depth > 0:
+        self._update.depth -= 1
+        if self._update.depth > 0:
             return
         self.updates += 1
         if not deferred:
             end = time.monotonic_ns()
-            self._at_once += (end - self._update_began) / 1e9
+            self._at_once += (end - self._update.began) / 1e9
             if self.observer is not None:
-                self.observer.note_update(self._update_began, end)
+                self.observer.note_update(self._update.began, end)
         if not self.inside:
             self._end(None)
 
@@ -184,6 +191,8 @@ class StepMeter:
 
     def _end(self, microbatches: Sequence[Any] | None) -> None:
         self.steps += 1
+        reserved, peak = self._place.peak_bytes(), self._core.memory.ledger.take_peak()
+        self.peak_bytes = peak if reserved is None else reserved
         begin = self._begin
         if begin is None:
             return
@@ -223,13 +232,12 @@ class StepMeter:
         }
         synchronous = self._place.device.type == "cpu"
         longest = max(busy, key=lambda resource: busy[resource])
-        peak = self._place.peak_bytes()
         return StepFigures(
             step=self.steps,
             seconds=seconds,
             tokens=None,
             tokens_per_second=None,
-            peak_bytes=self._core.memory.ledger.take_peak() if peak is None else peak,
+            peak_bytes=self.peak_bytes,
             budget_bytes=self._budget,
             compute_seconds=busy["compute"] if synchronous else None,
             to_device_seconds=busy["host to device"],

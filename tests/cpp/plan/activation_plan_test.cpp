@@ -191,7 +191,9 @@ TEST(StepSimulation, GradientsLeaveBehindTheNextBackward) {
 TEST(StepSimulation, AnUpdateCountsAsFarAsForwardDoesNotHideIt) {
   ActivationMachine machine = machine_of(10'000);
   machine.update_seconds = 5;
-  EXPECT_EQ(seconds_of(plain_segment(), 2, machine, 2, Option::kKeep), 12 + 1);
+  EXPECT_EQ(seconds_of(plain_segment(), 2, machine, 2, Option::kKeep, 2), 12 + 1);
+  // In rounds of one the next step's first microbatch reads all weights, before the second begins.
+  EXPECT_EQ(seconds_of(plain_segment(), 2, machine, 2, Option::kKeep, 1), 12 + 3);
 }
 
 TEST(StepSimulation, ARecordSaysWhatEachLaneDoesWhen) {
@@ -244,6 +246,21 @@ TEST(StepSimulation, WhatLeavesSoonerThanItIsSavedIsRecordedAtTheEndOfForward) {
   EXPECT_EQ(record.work[1].end, 1);
 }
 
+TEST(StepSimulation, WhatSeveralSegmentsKeepCountsOnce) {
+  using enum ActivationOption;
+  ActivationSegment sharing = plain_segment();
+  sharing.saved = {40, 100};  // the other 60 were saved by the segment before it
+  ActivationSegment outside;
+  outside.saved = {5, 5};
+  const std::vector<ActivationSegment> segments = {plain_segment(), sharing, sharing, outside};
+  EXPECT_EQ(kept_until(segments, {kKeep, kKeep, kKeep, kKeep}), (std::vector<Bytes>{100, 145, 185, 185}));
+  EXPECT_EQ(kept_until(segments, {kOffload, kKeep, kOffload, kOffload}), (std::vector<Bytes>{0, 100, 100, 100}));
+  EXPECT_EQ(kept_until(segments, {kOffload, kKeep, kKeep, kOffload}), (std::vector<Bytes>{0, 100, 185, 185}));
+  // Inputs that stay may be none of what was saved.
+  EXPECT_EQ(kept_until(segments, {kKeep, kRecompute, kKeep, kOffload}), (std::vector<Bytes>{100, 110, 195, 195}));
+  EXPECT_EQ(peak_bytes(segments, {{kKeep, kKeep, kKeep, kKeep}, 2, 50}), 50 + 2 * 185 + 7);
+}
+
 TEST(StepSimulation, MemoryIsWhatTheHeaderSays) {
   ActivationSegment segment = plain_segment();
   segment.parked_bytes = 3;
@@ -256,6 +273,7 @@ TEST(StepSimulation, MemoryIsWhatTheHeaderSays) {
   EXPECT_EQ(needed_bytes(segment, Option::kOffload, 3), 2 * 3 + 1000 + 7 + 600);
   EXPECT_EQ(needed_bytes(segment, Option::kRecompute, 3), 60 + 2 * 3 + 1000 + 7 + 600 + 100);
   EXPECT_EQ(peak_bytes({segment, segment}, {{Option::kKeep, Option::kOffload}, 3, 50}), 50 + 300 + 6 + 1607 + 0);
+  EXPECT_EQ(peak_bytes({segment, segment}, {{Option::kKeep, Option::kKeep}, 1, 50}), 50 + 100 + 547);
   segment.gradients.live = 700;  // of weights that another segment has, too
   EXPECT_EQ(needed_bytes(segment, Option::kOffload, 3), 2 * 3 + 1000 + 7 + 700);
   EXPECT_EQ(host_bytes({segment, segment}, {{Option::kRecomputeOffloaded, Option::kOffload}, 3, 50}), 3 * 110);
