@@ -107,6 +107,25 @@ def has_hooks(module: nn.Module) -> bool:
     return any(map(module.__dict__.__getitem__, _HOOKS))
 
 
+def has_forward_hooks_of_user(module: nn.Module) -> bool:
+    """Whether hooks of the user run around the forward of the module, or of one inside.
+
+    Those of torch, such as ``weight_norm``'s, compute the same again. Hooks of backward run once, however often a
+    forward is made.
+    """
+    hooks = (
+        hook
+        for inner in module.modules()
+        for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values())
+    )
+    return any(not _comes_with(hook, "torch.", "hydra_ext.") for hook in hooks)
+
+
+def _comes_with(function: Any, *packages: str) -> bool:
+    origin: str = getattr(function, "__module__", None) or type(function).__module__
+    return origin.startswith(packages)
+
+
 def same_modules(some: Collection[nn.Module], others: Collection[nn.Module | None]) -> bool:
     """Whether both are the same modules in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
-from hydra_ext.calls import calls_in_turn, same_modules
+from hydra_ext.calls import calls_in_turn, has_forward_hooks_of_user, same_modules
 from hydra_ext.profile.call_log import UNKNOWN, Call, amount
 from hydra_ext.profile.figures import BlockFigures, Chain, Link, ModuleFigures, Peaks, Profile
 from hydra_ext.profile.timeline import Part
@@ -75,7 +75,9 @@ class _Form:
         given = {storage for storage, _ in call.inputs} | {UNKNOWN}
         writes = (number for number in range(at, len(inside)) if self._calls[inside[number]].writes & given)
         return Link(
-            figures=replace(self._figures_of(name, module, [inside[at]]), is_repeatable=not _has_hooks(module)),
+            figures=replace(
+                self._figures_of(name, module, [inside[at]]), is_repeatable=not has_forward_hooks_of_user(module)
+            ),
             fresh=call.fresh,
             saved=call.saved,
             inputs=call.inputs,
@@ -109,7 +111,7 @@ class _Form:
                 - most.of(numbers, is_backward=True, alone=True),
             ),
             is_repeatable=called == 1
-            and not _has_hooks(module)
+            and not has_forward_hooks_of_user(module)
             and not any(calls[number].writes for number in numbers),
         )
 
@@ -127,16 +129,6 @@ class _Most:
     def of(self, numbers: Iterable[int], *, is_backward: bool, alone: bool = False) -> int:
         each = self._alone if alone else self._whole
         return max((each[number][is_backward] for number in numbers), default=0)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether it has hooks of the user, or a module inside has."""
-    hooks = [
-        hook
-        for inner in module.modules()
-        for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values())
-    ]
-    return any(not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.") for hook in hooks)
 
 
 def _blocks(layout: Layout, param_dtype: torch.dtype | None) -> tuple[BlockFigures, ...]:

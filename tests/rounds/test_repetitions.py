@@ -20,6 +20,7 @@ import hydra_ext
 from hydra_ext.errors import UnsupportedModel
 from support.rounds.deviating import (
     CALLS,
+    CHECKS,
     DEPTH,
     WIDTH,
     Deviating,
@@ -321,6 +322,72 @@ def take(block: Any, what: Any) -> None:
         block.draw = lambda _: what
     else:
         block.order = lambda: what
+
+
+# ---- hooks of the user ----------------------------------------------------------------------------------------------
+class Deep(nn.Module):
+    """Saves far more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for _ in range(6):
+            x = torch.tanh(x)
+        return x
+
+
+HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
+    "forward": lambda block, hook: block.register_forward_hook(hook),
+    "before it": lambda block, hook: block.register_forward_pre_hook(hook),
+    "inside": lambda block, hook: block.linear.register_forward_hook(hook),
+    "backward": lambda block, hook: block.register_full_backward_hook(hook),
+    "before that": lambda block, hook: block.register_full_backward_pre_hook(hook),
+}
+
+
+def calls_of_hooks(kind: str, *, offloaded: bool, recompute: bool | None = None) -> tuple[int, int, list[Any]]:
+    """Calls of a hook in the second block, forwards of the first one, and the parameters after two steps.
+
+    The budget has no room for what four microbatches save.
+    """
+    torch.manual_seed(0)
+    model, calls, forwards = Net(Deep), [0], [0]
+    HOOKS[kind](model.blocks[1], lambda *_: calls.__setitem__(0, calls[0] + 1))
+    forward = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: forwards.__setitem__(0, forwards[0] + 1) or forward(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = [[torch.randn(256, WIDTH) for _ in range(4)] for _ in range(2)]
+    if not offloaded:
+        for step in steps:
+            for x in step:
+                (loss(model, x) / len(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        with hydra_ext.offload(
+            model, optimizer, budget=2**19, device="simulated", blocks=[*model.blocks], activations=None, checks=CHECKS
+        ) as run:
+            for step in steps:
+                run.step(step, lambda x: loss(model, x), recompute=recompute)
+            report = run.report()
+        assert (report.retries, report.refusals, report.fallbacks) == (0, 0, 0)
+    return calls[0], forwards[0], [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_run_as_often_as_in_a_loop_unless_recomputation_is_asked_for(kind: str) -> None:
+    once, forwards, expected = calls_of_hooks(kind, offloaded=False)
+    calls, more_forwards, found = calls_of_hooks(kind, offloaded=True)
+    assert more_forwards > forwards == 8  # blocks without hooks are recomputed
+    assert calls == once == 8
+    assert_equal([found], [expected])
+    asked, _, found = calls_of_hooks(kind, offloaded=True, recompute=True)
+    assert (asked > once) == (kind in ("forward", "before it", "inside"))
+    assert_equal([found], [expected])
 
 
 # ---- tensors that cannot be compared --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ computes something else keep their activations from then on. A site that differs
 there, before its gradients are computed, and keeps its activations from then on as well.
 
 Only sites that contain no other site are recomputed, and not inside a user's checkpoint or hooks on saved tensors.
+Unless the user has asked, sites with forward hooks of the user are not: what such hooks do would happen twice.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hydra_ext.activations.functional import goes_to_a_stash
 from hydra_ext.activations.recompute import CALLS_IN_FULL
 from hydra_ext.activations.repeatable import Call, Deviation, RepeatableCall
 from hydra_ext.blocks import Site
+from hydra_ext.calls import has_forward_hooks_of_user
 from hydra_ext.runtime.rounds.fibers import Fiber
 from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced, nothing_traced
@@ -73,6 +75,7 @@ class Recomputation:
     """The recomputation of a run's sites: chooses the sites, makes their calls, and checks that calls can be repeated.
 
     Attributes:
+        asked: Whether the user has asked for recomputation.
         checked: Whether the calls of one microbatch have been repeated and compared.
         last_stay: Number of a fiber's stay that is followed by its backward at once, so that recomputation there would
             save nothing; None if there is none.
@@ -88,6 +91,7 @@ class Recomputation:
         self._device = device
         self._noted: list[Repetition] = []
         self._calls: Counter[int] = Counter()  # by site
+        self.asked = False
         self.checked = False
         self.last_stay: int | None = None
 
@@ -96,6 +100,8 @@ class Recomputation:
         """Makes ``call(args, kwargs)``; as a checkpoint if it records a graph and its site is recomputed."""
         at_the_end = len(fiber.marks) == self.last_stay
         if number in self._kept or at_the_end or not torch.is_grad_enabled() or _hooked_by_others():
+            return call(args, kwargs)
+        if not self.asked and has_forward_hooks_of_user(site.module):  # a microbatch may register them at any time
             return call(args, kwargs)
         notes = not self.checked and fiber.index == 0
         in_full = notes or self._calls[number] < CALLS_IN_FULL

@@ -144,6 +144,7 @@ class Stepper:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
         updates = self._owner.updates if scaler is None else None  # a scaler writes to gradients after their arrival
         last = LastGradients(updates if max_norm is not None else None, averaging)
+        self._recomputation.asked = recompute is True
         try:
             self._undo.step_begins(self._owner, joins=averaging is None)  # other ranks would have to agree
             self._choice.step_begins(
