@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.ranks import run_ranks
 from support.replicas.replicated import differences, train_together
 from support.replicas.replicated_failures import FAILING, errors_of, fail_and_go_on, run_out_and_go_on
+from support.replicas.replicated_undone import EVERY_BLOCK, Normed, train_each
+from support.rounds.running_out import LAYERS
 
 OTHER = "RankFailed: rank 1 has failed in this step"
 
@@ -61,6 +64,34 @@ def test_by_default_all_ranks_make_it_again_too(
         assert error == ""
         assert differences(seen["parameters"], plain["parameters"]) == []
     assert found[1][1] >= 1
+
+
+WAYS: dict[str, Any] = {
+    "auto": {"activations": "auto"},
+    "kept": {"recompute": False},
+    "recomputed": {"recompute": True},
+}
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("where", EVERY_BLOCK)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_runs_out_of_memory_at_any_block_leaves_all_of_them_as_if_it_had_not(
+    way: str, where: str, failing: int, tmp_path: Path
+) -> None:
+    job, cases = Normed(**WAYS[way]), EVERY_BLOCK[where]
+    expected = train_together(job)
+    found = run_ranks(train_each, job, failing, cases, folder=tmp_path)
+    for case, *ranks in zip(cases, *found, strict=True):
+        for (_, _, seen), plain in zip(ranks, expected, strict=True):
+            kinds = plain.keys() - {"gradients"}  # ours are clipped in the update
+            assert [each for kind in sorted(kinds) for each in differences(seen[kind], plain[kind], kind)] == [], case
+        failures, retries, _ = ranks[failing]
+        assert (failures, retries > 0) == (1, True), case
+        if way != "auto":  # whose rounds depend on measurements
+            has_met = where == "backward" and case.block < LAYERS  # the head goes backward before the ranks meet
+            assert [counted for _, counted, _ in ranks] == [1 if has_met or rank == failing else 0 for rank in (0, 1)]
 
 
 @pytest.mark.full
