@@ -2,8 +2,8 @@
 // of the segments before one are all that memory depends on. What several segments keep counts once, as far as it was
 // saved first by one of those until then. So what is found fits where no segment keeps the inputs of a second forward.
 //
-// Kept bytes are on a grid, rounded up. Ownership: refers to the problem and the setting, which
-// have to outlive it. Units are bytes and seconds. Threads: any; constant once it is made.
+// Kept bytes are on a grid, rounded up. Ownership: refers to the problem and the setting, which have to outlive it.
+// Units are bytes and seconds. Threads: any; constant once it is made.
 #pragma once
 
 #include <algorithm>

@@ -10,10 +10,10 @@
 //
 // In use is what forward and backward take, whichever is more, in a backward that runs forward again.
 //
-// Kept bytes are all saved bytes of `keep`, all inputs of `recompute`, else none. Several segments may keep one storage:
-// by a segment no more is kept than all segments until then have saved first, and the inputs of those that run again.
-// The last segment is what runs outside of the others, and may have saved at any time. With rounds of 1, weights are
-// those of the largest block, else the segment's.
+// Kept bytes are all saved bytes of `keep`, all inputs of `recompute`, else none. Several segments may keep the same
+// storage. So until a segment no more is kept than all segments until then have saved first, and the inputs of those
+// that run again. The last segment is what runs outside of the others, and may have saved at any time. With rounds of
+// 1, weights are those of the largest block, else the segment's.
 //
 // Time: compute and two lanes, one to the device and one to the host. Weights stay as far as there is room: those that
 // are used last leave first, in part if that is enough, so that more room is hardly ever slower. The others come
