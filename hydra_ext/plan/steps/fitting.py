@@ -52,7 +52,7 @@ def fit(
     """Plans a training step from a dry run, which makes no step and takes no memory.
 
     Where ``fn`` reads numbers, a real microbatch runs in its place, on the model's device. It changes nothing but what
-    ``fn`` does elsewhere, which is then done twice. Seconds come from speeds that are peaks; plans compare.
+    ``fn`` does elsewhere. Seconds come from speeds that are peaks; plans compare.
 
     Args:
         model: Any module, also one on meta.
@@ -68,8 +68,7 @@ def fit(
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
         disk: Bytes a second of the disk, each way, for activations beyond ``host_budget``; None if they have to fit.
         param_dtype: Dtype in which weights compute; by default the model's own.
-        update_seconds: Of the optimizer's step, which runs behind the next forward. None takes what it reads and writes
-            at the speed of the host's memory: the card's assumption, or without a card as measured here.
+        update_seconds: Of an update, behind the next round; None for what it moves at the speed of the host's memory.
         inexact_heads: As in :class:`hydra_ext.Auto`. A card, whose kernels are not here, has no heads in rows without.
 
     Raises:
@@ -79,8 +78,7 @@ def fit(
         InvalidArgument: The card is unknown, a number is not positive, or arguments contradict each other.
     """
     card = card_named(device) if isinstance(device, str) else device
-    lane = link_of(link, card)
-    held = _held_by_host(model, optimizer)
+    lane, held = link_of(link, card), _held_by_host(model, optimizer)
     setting = StepSetting(
         microbatches=_checked_count(microbatches),
         to_device=lane,

@@ -101,7 +101,7 @@ class _Moment:
     waited: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class _UpdateCall:
     """A call of ``optimizer.step()``: its begin in nanoseconds, windows opened before it, and calls of a base class."""
 
@@ -171,11 +171,11 @@ class StepMeter:
         windows = self._core.gate.opens
         if self._update.depth == 0 or windows != self._update.windows:  # an update from before a window has failed
             self._update = _UpdateCall(began=time.monotonic_ns(), windows=windows)
-        self._update.depth += 1
+        self._update = replace(self._update, depth=self._update.depth + 1)
 
     def update_ended(self, *, deferred: bool) -> None:
         """Called after ``optimizer.step()``. If ``deferred``, the update has only been prepared."""
-        self._update.depth -= 1
+        self._update = replace(self._update, depth=self._update.depth - 1)
         if self._update.depth > 0:
             return
         self.updates += 1
