@@ -252,3 +252,18 @@ def test_steps_that_stay_slower_have_a_microbatch_measured_anew(monkeypatch: pyt
         assert run.report().retries == 0
         assert steps(1, 2.0) == 0
         assert run.plan().measured is not None
+
+
+def test_forecasts_have_the_seconds_of_updates_behind_the_next_forward() -> None:
+    speed = 4e6  # of the host's memory: an update takes longer than all else
+    model = Layered(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+    device = SimulatedDevice(host_memory_bytes_per_second=speed)
+    with hydra_ext.offload(model, optimizer_of(model), budget=200_000, device=device) as run:
+        for _ in range(14):  # until two plans are timed
+            run.step(data(2), lambda x: loss_of(model, x))
+        plan, report = run.plan(), run.report()
+    assert not report.homes
+    update = report.update_bytes / report.deferred_updates / speed
+    assert plan.lanes["optimizer"] >= 0.8 * update  # the last update is not over
+    assert plan.seconds > 0.5 * update
+    assert plan.binding == "optimizer"

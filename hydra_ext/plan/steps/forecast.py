@@ -51,7 +51,7 @@ class MeasuredStep:
 
     Attributes:
         seconds: Of the fastest step; None before one was timed.
-        peak_bytes: The most bytes of the device in use.
+        peak_bytes: The most bytes of the device in use, in the last step.
     """
 
     seconds: float | None
