@@ -1,6 +1,7 @@
 #include "csrc/plan/cuts/cut_chain.h"
 
 #include <algorithm>
+#include <array>
 #include <bitset>
 #include <cmath>
 
@@ -342,7 +343,10 @@ BestChain best_chain(const CutChains& chains, double bound, double known, double
 
 namespace {
 
-/// The best values of chains from one cut: for each cut after it, and for each count of machines.
+constexpr std::size_t kStarts = 16;  // cuts that chains are followed from at once
+
+/// The best values of chains from a few cuts at once: for each cut after them, and for each count of machines. What a
+/// stage takes is the same for chains from each of them, unless it is their first.
 class TimesFrom {
  public:
   TimesFrom(const std::vector<Cut>& cuts, const CutOrder& order, const ChainTerms& terms, const ChainTerms& outer,
@@ -354,27 +358,53 @@ class TimesFrom {
         limit_(limit),
         machines_(static_cast<std::size_t>(terms.machines)),
         values_(cuts.size() * (machines_ + 1)),
-        limits_(cuts.size()) {}
+        limits_(cuts.size()),
+        longest_(cuts.size()) {}
 
-  void run(std::size_t start, double* times) {
-    for (std::size_t end = start; end < cuts_.size(); ++end) {
-      limits_[end] = limit_of(start, end);
+  void run(std::size_t first, StageTimes& times) {
+    const std::size_t starts = std::min(kStarts, cuts_.size() - first);
+    for (std::size_t end = first; end < cuts_.size(); ++end) {
+      std::fill_n(row(end), machines_ + 1, kNone);
+      limits_[end].fill(0);
+      for (std::size_t i = 0; i < starts && first + i <= end; ++i) {
+        limits_[end][i] = limit_of(first + i, end);
+      }
+      longest_[end] = *std::max_element(limits_[end].begin(), limits_[end].end());
     }
-    std::fill(values_.begin() + static_cast<std::ptrdiff_t>(start * (machines_ + 1)), values_.end(), kUnbounded);
-    order_.for_each_after(start, [&](std::size_t after) { extend(start, after, true); });
-    for (std::size_t before = start; before < cuts_.size(); ++before) {
-      const double* mine = row(before);
-      if (std::any_of(mine, mine + machines_, [](double value) { return value < kUnbounded; })) {
-        order_.for_each_after(before, [&](std::size_t after) { extend(before, after, false); });
+    for (std::size_t i = 0; i < starts; ++i) {
+      order_.for_each_after(first + i, [&](std::size_t after) { begin(first + i, after, i); });
+    }
+    for (std::size_t before = first; before < cuts_.size(); ++before) {
+      if (std::any_of(row(before), row(before) + machines_, [](const Values& each) { return each != kNone; })) {
+        order_.for_each_after(before, [&](std::size_t after) { extend(before, after); });
       }
     }
-    for (std::size_t end = start; end < cuts_.size(); ++end) {
-      times[end] = row(end)[machines_];
+    for (std::size_t i = 0; i < starts; ++i) {
+      for (std::size_t end = first + i; end < cuts_.size(); ++end) {
+        const double value = row(end)[machines_][i];
+        times[(first + i) * cuts_.size() + end] = value <= limits_[end][i] ? value : kUnbounded;
+      }
     }
   }
 
  private:
-  double* row(std::size_t cut) noexcept { return values_.data() + cut * (machines_ + 1); }
+  using Values = std::array<double, kStarts>;  // of chains from each of the cuts
+
+  /// What a stage needs, whatever its replicas.
+  struct Stage {
+    double compute = 0;
+    double reduce = 0;
+    double transfer = 0;
+    double bytes = 0;
+  };
+
+  static constexpr Values kNone = [] {
+    Values found{};
+    found.fill(kUnbounded);
+    return found;
+  }();
+
+  Values* row(std::size_t cut) noexcept { return values_.data() + cut * (machines_ + 1); }
 
   /// The most that an outer stage from `start` to `end`, or beyond, may take on one replica.
   double limit_of(std::size_t start, std::size_t end) const noexcept {
@@ -396,36 +426,53 @@ class TimesFrom {
     return compute / outer_.stage_machines <= found ? found : 0;
   }
 
-  void extend(std::size_t before, std::size_t after, bool first) {
+  Stage stage(std::size_t before, std::size_t after) const noexcept {
     const Cut& from = cuts_[before];
     const Cut& to = cuts_[after];
-    const double compute = std::max(0.0, to.compute_ms.low - from.compute_ms.high);
     const double parameters = std::max(0.0, to.parameter_bytes.low - from.parameter_bytes.high);
-    const double bytes = parameters + std::max(0.0, to.activation_bytes.low - from.activation_bytes.high);
-    const double reduce = 4 * parameters / terms_.bytes_per_ms;
-    const double transfer =
-        first || !terms_.transfers ? 0 : 2 * std::max(from.crossing_bytes, to.crossing_bytes) / terms_.bytes_per_ms;
-    const std::size_t most = terms_.straight ? 1 : machines_;
-    const bool capped = room_for_later(bytes, terms_.memory_cap, 1) < terms_.machines;
-    for (std::size_t replicas = 1; replicas <= most; ++replicas) {
-      const int count = static_cast<int>(replicas);
-      const double time = std::max(stage_ms(compute, reduce, count), transfer / count);
-      if (time > limits_[after]) {
-        continue;
-      }
-      const double room = capped ? room_for_later(bytes, terms_.memory_cap, count) : kUnbounded;
-      double* reached = row(after);
-      if (first) {
-        reached[replicas] = terms_.machines - count <= room ? std::min(reached[replicas], time) : reached[replicas];
-        continue;
-      }
-      const double* mine = row(before);
-      for (std::size_t used = 1; used + replicas <= machines_; ++used) {
-        if (static_cast<double>(machines_ - used - replicas) <= room) {
-          reached[used + replicas] = std::min(reached[used + replicas], std::max(mine[used], time));
-        }
+    return {std::max(0.0, to.compute_ms.low - from.compute_ms.high), 4 * parameters / terms_.bytes_per_ms,
+            terms_.transfers ? 2 * std::max(from.crossing_bytes, to.crossing_bytes) / terms_.bytes_per_ms : 0,
+            parameters + std::max(0.0, to.activation_bytes.low - from.activation_bytes.high)};
+  }
+
+  /// Calls `visit(replicas, time, room)` for the counts with which a stage takes at most `limit`: the machines of later
+  /// stages have to be within `room`.
+  template <typename Visit>
+  void for_each_count(const Stage& stage, double limit, const Visit& visit) const {
+    const int most = terms_.straight ? 1 : terms_.machines;
+    const bool capped = room_for_later(stage.bytes, terms_.memory_cap, 1) < terms_.machines;
+    for (int replicas = 1; replicas <= most; ++replicas) {
+      const double time = std::max(stage_ms(stage.compute, stage.reduce, replicas), stage.transfer / replicas);
+      if (time <= limit) {
+        const double room = capped ? room_for_later(stage.bytes, terms_.memory_cap, replicas) : kUnbounded;
+        visit(static_cast<std::size_t>(replicas), time, std::min<double>(room, terms_.machines));
       }
     }
+  }
+
+  /// Adds the first stage of chains from the cut at `place`, which has no transfer before it.
+  void begin(std::size_t start, std::size_t after, std::size_t place) {
+    Stage first = stage(start, after);
+    first.transfer = 0;
+    for_each_count(first, limits_[after][place], [&](std::size_t replicas, double time, double room) {
+      if (static_cast<double>(machines_ - replicas) <= room) {
+        row(after)[replicas][place] = std::min(row(after)[replicas][place], time);
+      }
+    });
+  }
+
+  void extend(std::size_t before, std::size_t after) {
+    const Values* mine = row(before);
+    Values* reached = row(after);
+    for_each_count(stage(before, after), longest_[after], [&](std::size_t replicas, double time, double room) {
+      const std::size_t earliest = machines_ - static_cast<std::size_t>(room);  // count behind this stage
+      for (std::size_t used = std::max<std::size_t>(1, earliest > replicas ? earliest - replicas : 0);
+           used + replicas <= machines_; ++used) {
+        for (std::size_t i = 0; i < kStarts; ++i) {
+          reached[used + replicas][i] = std::min(reached[used + replicas][i], std::max(mine[used][i], time));
+        }
+      }
+    });
   }
 
   const std::vector<Cut>& cuts_;
@@ -434,8 +481,9 @@ class TimesFrom {
   const ChainTerms& outer_;
   double limit_;
   std::size_t machines_;
-  std::vector<double> values_;
-  std::vector<double> limits_;  // for each end
+  std::vector<Values> values_;
+  std::vector<Values> limits_;   // for each end
+  std::vector<double> longest_;  // of these
 };
 
 }  // namespace
@@ -444,8 +492,8 @@ StageTimes best_times(const std::vector<Cut>& cuts, const CutOrder& order, const
                       const ChainTerms& outer, double limit) {
   StageTimes times(cuts.size() * cuts.size(), kUnbounded);
   TimesFrom search(cuts, order, inner, outer, limit);
-  for (std::size_t start = 0; start < cuts.size(); ++start) {
-    search.run(start, times.data() + start * cuts.size());
+  for (std::size_t first = 0; first < cuts.size(); first += kStarts) {
+    search.run(first, times);
   }
   return times;
 }

@@ -7,7 +7,8 @@ namespace hydra {
 
 namespace {
 
-constexpr double kSameBound = 1e-11;  // relative: values that are closer are one
+constexpr double kSameBound = 1e-11;     // relative: values that are closer are one
+constexpr double kPairRounding = 1e-11;  // relative: more than the rounding of a stage's machines
 
 }  // namespace
 
@@ -18,18 +19,32 @@ CutReach::CutReach(const std::vector<Cut>& cuts, const CutOrder& order, const Ch
       limit_(limit),
       slack_(kSumRounding * cuts.back().compute_ms.high),
       width_(static_cast<std::size_t>(terms.machines) + 1),
-      least_(cuts.size() * width_, kUnbounded) {
+      least_(cuts.size() * width_, kUnbounded),
+      lowest_(cuts.size(), kUnbounded),
+      fewest_(cuts.size(), terms.machines + 1) {
   least_[(cuts_.size() - 1) * width_] = cuts_.back().compute_ms.low;
+  summarize(cuts_.size() - 1);
   for (std::size_t before = cuts_.size() - 1; before-- > 0;) {
+    const int earlier = before == 0 ? 0 : std::max(1, machines_for(cuts_[before].compute_ms.low - slack_));
+    const int room = terms_.machines - earlier;
     order_.for_each_after(before, [&](std::size_t after) {
       if (after != before) {
-        extend_back(before, after);
+        extend_back(before, after, room);
       }
     });
+    summarize(before);
     if (order_.allows(before, before)) {
-      extend_back(before, before);  // with what the others have left
+      extend_back(before, before, room);  // with what the others have left
+      summarize(before);
     }
   }
+}
+
+void CutReach::summarize(std::size_t cut) noexcept {
+  const double* mine = least_.data() + cut * width_;
+  const auto first = std::find_if(mine, mine + width_, [](double compute) { return compute < kUnbounded; });
+  fewest_[cut] = static_cast<int>(first - mine);
+  lowest_[cut] = *std::min_element(mine, mine + width_);
 }
 
 CutReach::Stage CutReach::stage(std::size_t before, std::size_t after) const noexcept {
@@ -62,15 +77,22 @@ int CutReach::machines_for(double compute) const noexcept {
   return exact >= terms_.machines + 1 ? terms_.machines + 1 : static_cast<int>(std::ceil(exact));
 }
 
-void CutReach::extend_back(std::size_t before, std::size_t after) {
+void CutReach::extend_back(std::size_t before, std::size_t after, int room) {
   const Cut& from = cuts_[before];
-  const Stage needs = stage(before, after);
-  const int earlier = before == 0 ? 0 : std::max(1, machines_for(from.compute_ms.low - slack_));
-  const int room = terms_.machines - earlier;
   work_ += kPairSteps + std::max(0, room);
   const double* rest = least_.data() + after * width_;
+  // Most pairs end here, before the divisions: a stage of all machines that are left would not do.
+  const int first = fewest_[after];
+  const double most = (room - first) * limit_ * (1 + kPairRounding);
+  const double crossing =
+      terms_.transfers && before > 0 ? std::max(from.crossing_bytes, cuts_[after].crossing_bytes) : 0;
+  if (first >= room || lowest_[after] - from.compute_ms.high - 2 * slack_ > most ||
+      2 * crossing > most * terms_.bytes_per_ms) {
+    return;
+  }
+  const Stage needs = stage(before, after);
   double* mine = least_.data() + before * width_;
-  for (int later = 0; later < room; ++later) {
+  for (int later = first; later < room; ++later) {
     if (rest[later] == kUnbounded) {
       continue;
     }

@@ -44,13 +44,15 @@ class CutReach {
     int fewest = 1;
   };
 
+  void summarize(std::size_t cut) noexcept;
   Stage stage(std::size_t before, std::size_t after) const noexcept;
   /// The most compute time that a stage can do.
   double gain(const Stage& stage, int replicas) const noexcept;
   bool fits(const Stage& stage, int replicas, int later) const noexcept;
   /// The fewest machines for this compute time.
   int machines_for(double compute) const noexcept;
-  void extend_back(std::size_t before, std::size_t after);
+  /// `room` has the machines for this stage and those after it.
+  void extend_back(std::size_t before, std::size_t after, int room);
   void extend(std::size_t before, std::size_t after, std::vector<double>& most);
 
   const std::vector<Cut>& cuts_;
@@ -59,7 +61,9 @@ class CutReach {
   double limit_;
   double slack_;  // milliseconds that rounding may cost
   std::size_t width_;
-  std::vector<double> least_;  // for each cut, and each count of machines behind it; infinity if there is no chain
+  std::vector<double> least_;   // for each cut, and each count of machines behind it; infinity if there is no chain
+  std::vector<double> lowest_;  // of these, for each cut
+  std::vector<int> fewest_;     // machines behind each cut with which there is a chain
   std::int64_t work_ = 0;
 };
 
