@@ -1,13 +1,14 @@
 """Fits a run's activations into its budget: measures a microbatch, plans the step, and falls back if it fails.
 
 A step's largest microbatch runs under a stash that keeps nothing on the device, the *frugal* way, and is measured.
-Steps have a plan for each size of that microbatch. The planner
-(:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
-bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
-time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less memory; after
-some failures the rest of the step runs the frugal way. Where no plan fits, all may stay until an allocation needs its
-memory; if that fails once, such steps run the frugal way. Where that runs out of memory, too, its backward goes
-block by block in rounds of one: autograd would hold the gradient of a weight that is used twice until its last use.
+Steps have a plan for each size of that microbatch, and passes of a user's loop for each size of the model's arguments.
+The planner (:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's
+room: how many bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong
+forecast costs time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less
+memory; after some failures the rest of the step runs the frugal way. Where no plan fits, all may stay until an
+allocation needs its memory; if that fails once, such steps run the frugal way. Where that runs out of memory, too, its
+backward goes block by block in rounds of one: autograd would hold the gradient of a weight that is used twice until its
+last use.
 
 Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vDNN (Rhu et al., MICRO 2016).
 """
@@ -31,6 +32,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.rounds.choice import Decision
 from hydra_ext.runtime.rounds.fibers import compute_seconds
+from hydra_ext.runtime.rounds.microbatch import tensor_bytes
 from hydra_ext.tracing import nothing_traced
 
 if TYPE_CHECKING:
@@ -88,7 +90,6 @@ class StepKind:
 
 
 _LOOP = StepKind(1, 1, recompute=False)  # a loop of the user
-_ANY_SIZE = 0  # there the arguments of a microbatch are not known
 
 
 @dataclass
@@ -114,6 +115,19 @@ class Setbacks:
     slowdowns: int = 0
 
 
+@dataclass(frozen=True)
+class StepSize:
+    """Steps that are planned together.
+
+    Attributes:
+        looped: Of a loop of the user.
+        bits: Of the number of bytes of the largest microbatch; in a loop, of the model's arguments.
+    """
+
+    looped: bool
+    bits: int
+
+
 class Steps:
     """What is known of steps whose microbatches are about equally large.
 
@@ -135,6 +149,22 @@ class Steps:
         return self._make_planner()
 
 
+class Sizes:
+    """Makes what is known of steps of each size, when the first one comes. The arguments are those of :class:`Fit`."""
+
+    def __init__(self, owner: FitOwner, saving: Saving, spilling: Spilling | None) -> None:
+        # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
+        self._waits = owner.device.type != "cuda"
+        self._make_planner = partial(_planner, owner, saving, spilling)
+        self._known: dict[StepSize, Steps] = {}
+
+    def steps_of(self, size: StepSize) -> Steps:
+        if size not in self._known:
+            first = Rung.GIVEN if self._waits else Rung.MEASURED
+            self._known[size] = Steps(first, self._make_planner, may_be_loose=self._waits)
+        return self._known[size]
+
+
 class Fit:
     """The activations of one run. Its methods are called by the thread that makes the steps.
 
@@ -154,10 +184,10 @@ class Fit:
         self.heads = heads
         owner.core.arrivals.timeline.advise(_REMEDIES)
         self._saving = saving
-        self._spilling = spilling
-        self._sizes: dict[int, Steps] = {}  # by the binary logarithm of their largest microbatch's bytes
-        self._steps = self._steps_of(_ANY_SIZE)
+        self._sizes = Sizes(owner, saving, spilling)
+        self._steps = self._sizes.steps_of(StepSize(looped=True, bits=0))
         self._kind = _LOOP
+        self._in_pass = False  # of a loop: a forward has begun whose backward may follow
         self._profiler: Profiler | None = None  # what measures a microbatch now
         self._began: StepSeconds | None = None  # by the clocks
         self._nbytes: list[int] = []  # of the step's microbatches
@@ -170,19 +200,11 @@ class Fit:
         """Of steps as they are now."""
         return self._steps.planner
 
-    def _turn_to(self, size: int) -> None:
-        steps = self._steps_of(size)
+    def _turn_to(self, size: StepSize) -> None:
+        steps = self._sizes.steps_of(size)
         if steps is not self._steps and self._profiler is not None:  # a forward without a backward
             self._stop_measuring()
         self._steps = steps
-
-    def _steps_of(self, size: int) -> Steps:
-        if size not in self._sizes:
-            # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
-            waits = self._owner.device.type != "cuda"
-            make_planner = partial(_planner, self._owner, self._saving, self._spilling)
-            self._sizes[size] = Steps(Rung.GIVEN if waits else Rung.MEASURED, make_planner, may_be_loose=waits)
-        return self._sizes[size]
 
     def answer(self, peak_bytes: int) -> Plan | None:
         """Describes the step as it runs now, foreseen beside measured; None before a plan, or if none fits.
@@ -215,8 +237,8 @@ class Fit:
 
         ``size`` and ``recompute`` are the user's arguments.
         """
-        self._nbytes = [*nbytes]
-        self._turn_to(max(nbytes).bit_length())
+        self._nbytes, self._in_pass = [*nbytes], False
+        self._turn_to(StepSize(looped=False, bits=max(nbytes).bit_length()))
         self._kind = StepKind(len(nbytes), size, recompute is not False)
         setbacks = self._steps.setbacks
         if self._steps.rung in _UNPLANNED:
@@ -323,10 +345,12 @@ class Fit:
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 
     @nothing_traced
-    def forward_begins(self) -> None:
-        """A forward outside ``run.step`` begins, whose backward may follow."""
-        self._turn_to(_ANY_SIZE)
-        self._kind = _LOOP
+    def forward_begins(self, arguments: Any) -> None:
+        """A forward outside ``run.step`` begins, whose backward may follow. Several of one backward share a plan."""
+        has_failed = self._profiler is not None and self._profiler.failed
+        if not self._in_pass or has_failed:
+            self._turn_to(StepSize(looped=True, bits=tensor_bytes(arguments).bit_length()))
+        self._in_pass, self._kind = True, _LOOP
         self.heads.is_wary = True  # nothing can be undone there
         profiler = self._profiler
         if self._steps.rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
@@ -344,6 +368,7 @@ class Fit:
 
     def backward_ended(self) -> None:
         """A backward outside ``run.step`` has ended, perhaps one that a forward has made."""
+        self._in_pass = False
         profiler = self._profiler
         if profiler is not None and profiler.has_run and not profiler.runs:
             self._settle()

@@ -523,7 +523,7 @@ class Run:
         if torch.is_grad_enabled():
             self._checkpoint.step_begins()
             if self.fit is not None and not self.meter.inside:
-                self.fit.forward_begins()
+                self.fit.forward_begins((args, kwargs))
         if self._saving is not None and not self.core.gate.open:
             self._saving.drop_stale()
         window, token = self.core.window, _C.WindowToken()

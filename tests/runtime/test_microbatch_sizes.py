@@ -17,7 +17,7 @@ from hydra_ext import Checks, Compress, SimulatedDevice
 from hydra_ext.profile import Profile
 from hydra_ext.profile.dry_run import dry_run
 from hydra_ext.runtime.rounds.microbatch import Work
-from hydra_ext.runtime.step_planner import PlannedStep
+from hydra_ext.runtime.step_planner import PlannedStep, StepPlanner
 from support.runtime.fitted import (
     MICROBATCHES,
     SUBJECTS,
@@ -112,6 +112,20 @@ def test_the_largest_microbatch_of_a_step_is_the_one_that_counts(
     assert saved_bytes(profile) == pytest.approx(saved_bytes(foreseen), rel=0.05)
 
 
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was made to measure a microbatch."""
+    made: list[object] = []
+    measure = StepPlanner.measure
+
+    def noted_measure(planner: StepPlanner) -> object:
+        made.append(measure(planner))
+        return made[-1]
+
+    monkeypatch.setattr(StepPlanner, "measure", noted_measure)
+    return made
+
+
 @contextmanager
 def offloaded(budget: int = 2**24, activations: Any = "auto") -> Iterator[tuple[hydra_ext.Run, Loss]]:
     """A model that is trained, and the loss of a batch."""
@@ -130,6 +144,65 @@ def assert_measured(run: hydra_ext.Run, batch: Batch) -> None:
     assert saved_bytes(profile) == pytest.approx(saved_bytes(foreseen), rel=0.01)
     assert profile is not None
     assert {figures.calls for name, figures in profile.modules.items() if name.startswith("layers.")} == {1}
+
+
+def measured_bytes(run: hydra_ext.Run) -> int:
+    """Of what a microbatch saves, by the figures of steps as they are now."""
+    assert run.fit is not None
+    return saved_bytes(run.fit.planner.profile)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("convolutions", 5_000_000), ("tied", 2_500_000)])
+def test_each_size_of_a_loop_has_a_plan(name: str, budget: int, measurements: list[object]) -> None:
+    model, left = SUBJECTS[name].make(), Left()
+    optimizer, options = optimizer_of(model), {"device": SimulatedDevice(), "checks": Checks(poison_hosts=True)}
+    measured: list[list[int]] = [[], []]
+    with hydra_ext.offload(model, optimizer, budget=budget, **options) as run:
+        for step, given in enumerate(steps_of(batches_of(name))):
+            for number, (batch, seed) in enumerate(zip(given, seeds_of(step), strict=True)):
+                torch.manual_seed(seed)
+                loss = loss_of(model, batch)
+                (loss / MICROBATCHES).backward()
+                left.losses.append(loss.detach())
+                measured[SIZES[step] == LARGE].append(measured_bytes(run))
+                assert run.fit is not None
+                assert run.fit.applied is not None or (SIZES.index(SIZES[step]) == step and number == 0)
+            optimizer.step()
+            optimizer.zero_grad()
+    left.state = noted(model)
+    assert not left.differences(train_plain(SUBJECTS[name], batches_of(name)))
+    (small,), (large,) = map(set, measured)
+    assert large == pytest.approx(LARGE * small, rel=0.01)
+    assert len(measurements) == 2
+
+
+def test_forwards_of_one_backward_have_one_plan(measurements: list[object]) -> None:
+    small, large = batches_of("tied")[0], batches_of("tied")[MICROBATCHES]
+    with offloaded() as (run, fn):
+        fit, plans = run.fit, []
+        assert fit is not None
+        for _ in range(3):
+            losses = []
+            for batch in (small, large, small):
+                losses.append(fn(batch))
+                plans.append(fit.applied)
+            torch.stack(losses).sum().backward()
+    assert plans[:3] == [None] * 3
+    assert plans[3] is not None
+    assert all(plan is plans[3] for plan in plans[3:])
+    assert len(measurements) == 1
+
+
+def test_a_forward_that_raises_leaves_no_size(measurements: list[object]) -> None:
+    small, large = batches_of("tied")[0], batches_of("tied")[MICROBATCHES]
+    with offloaded() as (run, fn):
+        with pytest.raises(IndexError):
+            fn({"tokens": torch.full_like(large["tokens"], 10**6)})
+        fn(small).backward()
+        of_small = measured_bytes(run)
+        fn(large).backward()
+        assert measured_bytes(run) == pytest.approx(LARGE * of_small, rel=0.01)
+    assert len(measurements) == 3
 
 
 def test_of_microbatches_within_a_power_of_two_the_largest_is_measured() -> None:

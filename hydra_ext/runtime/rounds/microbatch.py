@@ -41,9 +41,7 @@ class Work(Generic[Microbatch]):
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors in the microbatch's containers and dataclasses. No code of the user runs to find them."""
-        with torch._C.DisableTorchFunction():
-            return _tensor_bytes(self._microbatch)
+        return tensor_bytes(self._microbatch)
 
     def __call__(self) -> Outcome:
         loss, metrics = split(self._fn(self._microbatch))
@@ -55,15 +53,17 @@ class Work(Generic[Microbatch]):
         return Outcome(root, loss.detach(), metrics)
 
 
-def _tensor_bytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
+    """Of the tensors in containers and dataclasses. No code of the user runs to find them."""
     size, known, left = 0, set[int](), [value]  # no recursion: a microbatch may be a chain of any length
-    while left:
-        value = left.pop()
-        if isinstance(value, Tensor):
-            size += value.numel() * value.element_size()
-        elif type(value) not in LEAVES and id(value) not in known:
-            known.add(id(value))  # objects may lead back to themselves
-            left += (member for member in _members(value) if type(member) not in LEAVES)
+    with torch._C.DisableTorchFunction():
+        while left:
+            value = left.pop()
+            if isinstance(value, Tensor):
+                size += value.numel() * value.element_size()
+            elif type(value) not in LEAVES and id(value) not in known:
+                known.add(id(value))  # objects may lead back to themselves
+                left += (member for member in _members(value) if type(member) not in LEAVES)
     return size
 
 
