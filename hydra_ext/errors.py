@@ -52,7 +52,7 @@ class BudgetTooSmall(HydraError, ValueError, RuntimeError):
         smallest_budget: The same.
         moment: When it is needed, such as ``backward of layers.3``; None from ``offload``.
         terms: Bytes of each part of ``needed``; empty from ``offload``.
-        ideal: Budget, in bytes, with which all activations stay; None if it is unknown.
+        ideal: Budget, in bytes, with which all activations and weights stay; None if it is unknown.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class stash:  # noqa: N801 - a verb: it is used as a function
             module.
         budget: Device bytes of saved tensors that may stay, an int or a text such as ``"6GiB"``; the newest stay.
             Memory that forward and backward themselves use comes on top. By default as little stays as transfers need:
-            twice the largest saved tensor.
+            twice the largest saved tensor, or an eighth of what a step saves if that is more.
         model: Model whose parameters and buffers stay, wherever views of them are saved. Needed for policies by module
             and for the names of layers in the report.
         optimizer: Optimizer whose momentum an adaptive :class:`hydra_ext.Compress` measures errors by.

@@ -30,7 +30,7 @@ VERBS = {
     "doctor": Entry("hydra_ext.cli.doctor", "say what is installed, what will work here and what will not"),
     "demo": Entry("hydra_ext.cli.demo", "train a transformer beyond a device budget, next to plain PyTorch"),
     "schedule": Entry("hydra_ext.cli.schedule", "draw a pipeline schedule, and say what it needs"),
-    "plan": Entry("hydra_ext.cli.plan", "solve a planning problem, and say how good the plan is"),
+    "plan": Entry("hydra_ext.cli.plan", "say whether a model fits a card, and how fast; or solve a planning problem"),
     "verify": Entry("hydra_ext.cli.verify", "read every checkpoint in a folder, and say which are whole"),
 }
 

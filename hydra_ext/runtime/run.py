@@ -126,7 +126,7 @@ class Run:
         plan = None if self.fit is None else self.fit.answer(self.meter.peak_bytes)
         if plan is None:
             raise StateError(
-                "run.plan(): nothing was planned. With activations='auto' a plan follows the first microbatch of a "
+                "run.plan(): nothing was planned. With activations='auto' a plan follows a measured microbatch of each "
                 "size; just above the smallest budget there is none, and saved tensors leave for lack of room"
             )
         return plan

@@ -253,7 +253,7 @@ class StepProblem:
         return BudgetTooSmall(
             f"budget={budget} is less than a step of this model takes: the {moment} needs "
             f"{_C.human_bytes(self.least_bytes)} ({listed}); give at least {self.least_bytes} bytes, or a smaller "
-            f"microbatch. With {self.ideal_bytes} bytes all activations stay",
+            f"microbatch. With {self.ideal_bytes} bytes all activations and weights stay",
             block=neediest.module,
             block_bytes=neediest.weights,
             needed=self.least_bytes,
