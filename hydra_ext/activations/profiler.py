@@ -96,9 +96,9 @@ class Profiler:
         return self._forward.end is not None
 
     @property
-    def failed(self) -> bool:
-        """Whether the last forward has raised."""
-        return self._forward.failed
+    def has_saved(self) -> bool:
+        """Whether anything was saved for backward."""
+        return any(call.saved for call in self._calls[self._model])
 
     @property
     def runs(self) -> bool:
@@ -123,10 +123,8 @@ class Profiler:
         for call in calls:
             call.install()
         begin = self._clock.mark()
-        this.failed = True
         try:
             yield
-            this.failed = False
         finally:
             self._running.clear()
             for call in calls:
@@ -275,13 +273,11 @@ class _Forward:
 
     Attributes:
         thread: Which made the last one.
-        failed: Whether that one has raised.
         end: When the last whole one ended; None before.
         recorded: Blocks, and the activations in use at each.
     """
 
     thread: int | None = None
-    failed: bool = False
     end: Any = None
     recorded: list[tuple[int, int]] = field(default_factory=list)
 

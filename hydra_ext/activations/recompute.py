@@ -99,11 +99,17 @@ class RecomputedModule(StandIn):
         whole = self._whole(self.module) if recomputed else None
         if whole is None:
             return self.call(args, kwargs)
-        with whole:
-            if self._tried_on is not None:
-                device, self._tried_on = self._tried_on, None
+        with whole:  # which may have waited for another microbatch's trial
+            if self.deviated:
+                return self.call(args, kwargs)
+            if self._tried_on is None:
+                return self._recomputed(args, kwargs)
+            device, self._tried_on = self._tried_on, None
+            try:
                 return self._tried(device, args, kwargs)
-            return self._recomputed(args, kwargs)
+            except BaseException:  # the trial is still to come
+                self._tried_on = device
+                raise
 
     def _tried(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call, and a second one that leaves nothing behind. If they differ, the module is not recomputed.

@@ -182,6 +182,12 @@ class Saving:
         return self._core.copies()
 
     @property
+    def passes(self) -> int:
+        """How often all that was saved has been read or dropped. Waits for nothing."""
+        last = self._core.last_pass()
+        return 0 if last is None else last.number
+
+    @property
     def learns(self) -> bool:
         """Whether the saved tensors depend on measurements of earlier steps."""
         return any(policy.error == "adaptive" for policy in self._layers)

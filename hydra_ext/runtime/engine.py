@@ -33,6 +33,7 @@ class BackwardParticipant(Protocol):
     backwards: int
 
     def backward_ended(self, *, accumulated: bool) -> None: ...
+    def backward_failed(self) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def to_host(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
@@ -63,12 +64,17 @@ class EngineWrapper:
         accumulated = kwargs.get("accumulate_grad", True)
         for participant in awaiting if accumulated else ():
             participant.backwards += 1
-        with windows_of(awaiting):  # implemented in C: no interrupt arrives between entering and leaving
-            wanted = _Wanted(_roots(tensors), inputs, awaiting)
-            gradients = self._wrapped.run_backward(
-                tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
-            )
-            gradients = wanted.gradients(gradients) if gradients else gradients
+        try:
+            with windows_of(awaiting):  # implemented in C: no interrupt arrives between entering and leaving
+                wanted = _Wanted(_roots(tensors), inputs, awaiting)
+                gradients = self._wrapped.run_backward(
+                    tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
+                )
+                gradients = wanted.gradients(gradients) if gradients else gradients
+        except BaseException:
+            for participant in awaiting:
+                participant.backward_failed()
+            raise
         for participant in awaiting:
             participant.backward_ended(accumulated=accumulated)
         return gradients

@@ -50,6 +50,7 @@ _REMEDIES = "or shrink the batch, or leave round_size= in run.step and blocks= o
 _MOST_RESCUES = 2  # before the frugal way stays: a model may need other memory each time, whatever was measured
 _LOOK_AGAIN = 20  # frugal steps, or slow ones, after which a microbatch is measured anew: others may have come
 _SLOW = 1.3  # times the seconds of a plan's shortest step
+_MOST_UNUSED = 3  # forwards that are measured: a model that is not trained has no backward
 
 
 class Rung(Enum):
@@ -104,6 +105,7 @@ class Setbacks:
         futile: Times that the frugal way failed, likewise. Each doubles the steps before a microbatch is measured anew.
         slow_steps: One after the other that took much longer than planned ones had taken.
         slowdowns: Times that a microbatch was measured anew for that. Each doubles the steps before the next.
+        unused: Forwards of a loop, one after the other, that were measured and had no backward.
     """
 
     failures: int = 0
@@ -113,6 +115,7 @@ class Setbacks:
     futile: int = 0
     slow_steps: int = 0
     slowdowns: int = 0
+    unused: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class Fit:
         self._sizes = Sizes(owner, saving, spilling)
         self._steps = self._sizes.steps_of(StepSize(looped=True, bits=0))
         self._kind = _LOOP
-        self._in_pass = False  # of a loop: a forward has begun whose backward may follow
+        self._pass: int | None = None  # of a loop, by the passes that its stash had then: its backward may follow
         self._profiler: Profiler | None = None  # what measures a microbatch now
         self._began: StepSeconds | None = None  # by the clocks
         self._nbytes: list[int] = []  # of the step's microbatches
@@ -237,7 +240,7 @@ class Fit:
 
         ``size`` and ``recompute`` are the user's arguments.
         """
-        self._nbytes, self._in_pass = [*nbytes], False
+        self._nbytes, self._pass = [*nbytes], None
         self._turn_to(StepSize(looped=False, bits=max(nbytes).bit_length()))
         self._kind = StepKind(len(nbytes), size, recompute is not False)
         setbacks = self._steps.setbacks
@@ -347,15 +350,17 @@ class Fit:
     @nothing_traced
     def forward_begins(self, arguments: Any) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow. Several of one backward share a plan."""
-        has_failed = self._profiler is not None and self._profiler.failed
-        if not self._in_pass or has_failed:
+        if self._graph_is_gone():
+            self.pass_fails()
+        if self._pass is None:
             self._turn_to(StepSize(looped=True, bits=tensor_bytes(arguments).bit_length()))
-        self._in_pass, self._kind = True, _LOOP
+            self._pass = self._saving.passes
+        self._kind = _LOOP
         self.heads.is_wary = True  # nothing can be undone there
-        profiler = self._profiler
-        if self._steps.rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
+        if self._steps.rung in (Rung.GIVEN, Rung.MEASURED) and self._profiler is None:
             self._go_frugal()
-            self._measure()
+            if self._steps.setbacks.unused < _MOST_UNUSED:
+                self._measure()
         elif self._steps.rung is Rung.PLANNED:
             trials = self._trials_now()
             if trials is None:
@@ -366,9 +371,23 @@ class Fit:
         elif self._steps.rung in _UNPLANNED:  # a step of another size may have left its plan
             self._go_frugal()
 
+    def _graph_is_gone(self) -> bool:
+        """Whether no backward can follow the forwards of this pass, as after an evaluation."""
+        measured = self._profiler if self._profiler is not None and self._profiler.has_run else None
+        has_saved = measured is None or measured.has_saved
+        return self._pass is not None and (self._saving.passes != self._pass or not has_saved)
+
+    def pass_fails(self) -> None:
+        """A pass outside ``run.step`` has raised, or has no backward: its measurement says nothing of others."""
+        if self._profiler is not None and self._profiler.runs:
+            return  # an inner call of the model
+        self._pass = None
+        if self._stop_measuring() is not None:
+            self._steps.setbacks.unused += 1
+
     def backward_ended(self) -> None:
         """A backward outside ``run.step`` has ended, perhaps one that a forward has made."""
-        self._in_pass = False
+        self._pass, self._steps.setbacks.unused = None, 0
         profiler = self._profiler
         if profiler is not None and profiler.has_run and not profiler.runs:
             self._settle()

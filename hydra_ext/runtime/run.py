@@ -520,10 +520,11 @@ class Run:
     @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the root's call inside a window."""
+        looped = None if self.meter.inside or not torch.is_grad_enabled() else self.fit
         if torch.is_grad_enabled():
             self._checkpoint.step_begins()
-            if self.fit is not None and not self.meter.inside:
-                self.fit.forward_begins((args, kwargs))
+            if looped is not None:
+                looped.forward_begins((args, kwargs))
         if self._saving is not None and not self.core.gate.open:
             self._saving.drop_stale()
         window, token = self.core.window, _C.WindowToken()
@@ -544,6 +545,8 @@ class Run:
                 arguments.give_back()
         finally:
             window.exit(token, failed=failed)
+            if failed and looped is not None:
+                looped.pass_fails()
 
     @not_traced
     def forward_kind(self) -> _C.PassKind:
@@ -552,7 +555,7 @@ class Run:
     def backward_ended(self, *, accumulated: bool) -> None:
         """Averages gradients over the ranks, unless the backward ``accumulated`` none or is nested in another one."""
         self._place.backward_ended()
-        if self.fit is not None and not self.meter.inside:
+        if self.fit is not None and not self.meter.inside and not self.core.gate.in_backward:
             self.fit.backward_ended()
         if accumulated:
             self._checkpoint.gradients_used = False
@@ -560,6 +563,10 @@ class Run:
             with self._averaging(IN_BACKWARD) as averaging:
                 if averaging is not None:
                     averaging.complete()
+
+    def backward_failed(self) -> None:
+        if self.fit is not None and not self.meter.inside:
+            self.fit.pass_fails()
 
     def window(self, kind: _C.PassKind) -> _C.Windows:
         """A context in which modules show device parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
 from hydra_ext.profile import Amount, ModuleFigures, Profile
 from hydra_ext.profile.dry_run import dry_run
+from hydra_ext.runtime.step_planner import StepPlanner
 from support.models.zoo import FAMILIES
 from support.runtime.fitted import Found, Program, both, noted, optimizer_of
 from support.runtime.layered import ROWS, WIDTH, Layered, data, loss_of
@@ -359,6 +360,80 @@ def test_state_of_modules_and_of_generators_is_as_without_a_second_call(kind: ty
     found = both(lambda: Net(*[kind() for _ in range(LAYERS)]), program, budget=AMPLE, device=CRAWLING)
     assert found.equal
     assert found.second_calls > 0
+
+
+class Counting(nn.Module):
+    """Saves more than it is given, and counts its calls in a tensor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer()
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        count.add_(1)
+        return self.inner(x)
+
+
+class Counted(Layered):
+    def __init__(self) -> None:
+        super().__init__([Counting() for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.zeros(1, device=x.device)
+        for layer in self.layers:
+            x = layer(x, count)
+        return self.head(x) * count
+
+
+@pytest.mark.parametrize("make", [Counted, lambda: Net(*[CachingElsewhere() for _ in range(LAYERS)])])
+def test_microbatches_of_a_round_that_wait_for_a_trial_heed_it(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = StepPlanner.plan
+    monkeypatch.setattr(StepPlanner, "plan", lambda self, count, _, **options: plan(self, count, [3], **options))
+
+    def together(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        CALLS.clear()
+        run, left = model.__dict__.get("_hydra_ext_context"), []
+        for _ in range(3):
+            if run is not None:
+                left += run.step(data(6), lambda x: loss_of(model, x), seeds=[*range(6)]).losses
+                continue
+            for seed, x in enumerate(data(6)):
+                torch.manual_seed(seed)
+                loss = loss_of(model, x)
+                (loss / 6).backward()
+                left.append(loss.detach())
+            update(optimizer)
+        return left
+
+    found = both(make, together, budget=2 * AMPLE, device=CRAWLING)
+    assert found.recomputed
+    assert found.retries == 0
+    assert found.equal
+
+
+def test_a_trial_that_raises_is_made_again() -> None:
+    CALLS.clear()
+
+    class Raising(CachingElsewhere):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            again = [] if run.fit is None or run.fit.applied is None else run.fit.applied.recomputed
+            if not raised and any(model.get_submodule(name) is self for name in again):
+                raised.append(self)
+                raise KeyError("of the user")
+            return y
+
+    raised: list[nn.Module] = []
+    torch.manual_seed(0)
+    model = Net(*[Raising() for _ in range(LAYERS)])
+    with hydra_ext.offload(model, optimizer_of(model), budget=AMPLE, device=CRAWLING) as run:
+        for step in range(6):
+            with suppress(KeyError):
+                run.step([data(1)[0]], lambda x: loss_of(model, x), seeds=[step])
+        assert raised
+        assert run.report().retries == 0
 
 
 # ---- hooks on saved tensors -----------------------------------------------------------------------------------------
