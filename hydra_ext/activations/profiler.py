@@ -177,13 +177,14 @@ class Profiler:
         return call
 
     def _count_inputs(self, call: _Call, tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-        given = {id(tensor): tensor for tensor in tensors if self._storages.counts(tensor)}
+        given = {id(tensor): tensor for tensor in tensors if not isinstance(tensor, Unmade) and _has_storage(tensor)}
+        call.given += map(_weakly, {tensor.untyped_storage()._cdata: tensor for tensor in given.values()}.values())
+        counted = [tensor for tensor in given.values() if self._storages.counts(tensor)]
         fresh, every = 0, 0
-        for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in given.values()}.values():
+        for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in counted}.values():
             size, known = tensor.untyped_storage().nbytes(), self._storages.known(tensor)
             fresh += size if known is None else 0
             every += size
-            call.given.append(_weakly(tensor))
             call.taken |= set() if known is None else {known}
         call.inputs = fresh, every
         return [(tensor, version_of(tensor)) for tensor in given.values()]

@@ -78,6 +78,8 @@ class Heads:
             dtype=hidden.dtype,
             device=hidden.device,
         )
+        if not shape.rows:
+            return None
         self.seen[name] = shape
         if self._budget is None or shape.ample_bytes <= self._budget:
             return None

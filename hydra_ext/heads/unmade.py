@@ -25,6 +25,8 @@ _SHARING = {  # give access to memory, without an operator
     Tensor.data_ptr,
     Tensor.storage,
     Tensor.untyped_storage,
+    Tensor.__dlpack__,
+    Tensor.share_memory_,
 }
 _RAW = _SHARING | {  # read memory without an operator
     Tensor.tolist,
@@ -152,6 +154,8 @@ def _to_copy(source: Unmade, *, dtype: torch.dtype | None = None, **options: Any
     if any(value and value != same.get(name) for name, value in options.items()):
         return NotImplemented
     if dtype is None or not dtype.is_floating_point or source.flipped or source.term.is_shared:
+        return NotImplemented
+    if dtype == source.dtype:  # a copy, which may be written to
         return NotImplemented
     return Unmade(Cast(source.term, dtype), source.shape)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from hydra_ext.errors import InvalidArgument
 from hydra_ext.heads.calls import Heads
 from hydra_ext.outputs import check_loss, split
 from hydra_ext.profile.watch import Watch
@@ -37,6 +38,11 @@ def run_microbatch(
     """
     watch.exempt([*model.parameters(), *model.buffers()])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InvalidArgument(
+            "the model has no parameter that requires a gradient, so there is no training step to plan: give the model "
+            "that is trained, or set requires_grad"
+        )
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(watch.take_gradient)  # type: ignore[no-untyped-call]
     with nothing_compiled(), torch.enable_grad(), mode or nullcontext(), watch:

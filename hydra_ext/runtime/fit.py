@@ -218,7 +218,7 @@ class Fit:
         from hydra_ext.plan.steps.forecast import MeasuredStep
 
         planned = self.applied
-        if planned is None:
+        if planned is None or not planned.problem.profile.modules[""].calls:  # no forward was seen
             return None
         trials = self._steps.trials.get(self._kind)
         took = None if trials is None else trials.seconds.get(planned)

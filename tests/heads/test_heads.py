@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -197,6 +198,62 @@ def test_other_code_gets_whole_logits() -> None:
         tally = heads_of(run).tally
     assert all_equal(losses, plain, found, model)
     assert tally.wholes == len(losses)
+
+
+def write_to_a_copy(logits: Tensor) -> Any:
+    copied = logits.to(torch.float32, copy=True)
+    return copied.div_(copied.norm()).sum().item()
+
+
+READERS: list[Callable[[Tensor], Any]] = [
+    write_to_a_copy,
+    lambda logits: logits.clone().mul_(2).sum().item(),
+    lambda logits: logits.share_memory_().sum().item(),
+    lambda logits: torch.from_dlpack(logits).sum().item(),
+    lambda logits: float(np.from_dlpack(logits).sum(dtype=np.float64)),
+]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_who_reads_logits_finds_their_numbers_and_leaves_them(reader: Callable[[Tensor], Any]) -> None:
+    found: list[Any] = []
+
+    def read(model: nn.Module, given: Tensor) -> Tensor:
+        logits = model(given).view(-1, CLASSES)
+        found.append(reader(logits.detach()))
+        return functional.cross_entropy(logits, given.view(-1) * 61)
+
+    plain, model = made(), made()
+    losses = in_a_loop(plain, optimizer_of(plain), read)
+    with entered(model, SHAPE.ample_bytes - 1) as run:
+        assert run.optimizer is not None
+        again = in_a_loop(model, run.optimizer, read)
+        assert heads_of(run).in_rows
+    assert all_equal(losses, plain, again, model)
+    assert found[: len(losses)] == found[len(losses) :]
+
+
+@pytest.mark.parametrize("auto", [None, Auto(inexact_heads=True)])
+def test_a_head_of_no_rows_is_the_plain_one(auto: Auto | None) -> None:
+    model = made()
+    with entered(model, 7 * SHAPE.weight_bytes // 4, auto=auto) as run:
+        assert model(torch.zeros(0, TOKENS, dtype=torch.int64)).shape == (0, TOKENS, CLASSES)
+        assert not heads_of(run).in_rows
+
+
+def test_logits_that_are_metrics_can_be_read_after_the_step() -> None:
+    model, plain = made(), made()
+    expected = [plain(given).detach() for given in tokens()[:2]]
+    with entered(model, SHAPE.ample_bytes - 1) as run:
+
+        def fn(given: Tensor) -> tuple[Tensor, Tensor]:
+            logits = model(given)
+            return functional.cross_entropy(logits.view(-1, CLASSES), given.view(-1)), logits.detach()
+
+        heads_of(run).is_wary = True
+        output = run.step(tokens()[:2], fn, round_size=1)
+        assert heads_of(run).in_rows
+        assert all(map(torch.equal, output.metrics, expected))
 
 
 def test_without_the_same_bits_it_is_the_plain_one_unless_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,13 @@ def test_nothing_is_updated_where_nothing_is_trained() -> None:
     assert plan.lanes["optimizer"] == pytest.approx(3 * 4 * (WIDTH + 1) / SLOW.host_bytes_per_second)
 
 
+def test_a_model_that_is_not_trained_has_no_step_to_plan() -> None:
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+    head = nn.Linear(WIDTH, 1)
+    with pytest.raises(InvalidArgument, match="no parameter that requires a gradient"):
+        fit(frozen, torch.zeros(2, WIDTH), lambda x: head(frozen(x)).sum())
+
+
 def test_larger_rounds_hide_an_update_that_takes_long() -> None:
     """The next step's first round reads all weights, so only its forward hides the update."""
     model = layered()

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
+from hydra_ext.errors import StateError
 from hydra_ext.profile import Amount, ModuleFigures, Profile
 from hydra_ext.profile.dry_run import dry_run
 from hydra_ext.runtime.step_planner import StepPlanner
@@ -618,3 +620,14 @@ def test_convolutions_train_within_the_least_bytes_of_a_dry_run_and_in_no_fewer(
     step(int(1.03 * least))
     with pytest.raises(torch.OutOfMemoryError):
         step(int(0.97 * least))
+
+
+def test_a_step_whose_forward_is_not_seen_has_no_plan_to_show() -> None:
+    """A checkpoint around the model has hooks on saved tensors, which take precedence."""
+    torch.manual_seed(0)
+    model = Net()
+    with hydra_ext.offload(model, optimizer_of(model), budget=4 * AMPLE, device=SimulatedDevice()) as run:
+        for step in range(2):
+            run.step(data(2), lambda x: checkpoint(model, x, use_reentrant=False).mean(), seeds=[step, step])
+        with pytest.raises(StateError, match="nothing was planned"):
+            run.plan()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import StateError
+from hydra_ext.heads.unmade import Unmade
 from hydra_ext.outputs import check_loss, split
 from hydra_ext.state.contents import LEAVES
 
@@ -49,8 +50,13 @@ class Work(Generic[Microbatch]):
         root = loss / self._divisor if self._divisor != 1 else loss
         if self._scaler is not None:
             root = self._scaler.scale(root)
-        metrics = tree_map_only(Tensor, Tensor.detach, metrics)
+        metrics = tree_map_only(Tensor, _detached, metrics)
         return Outcome(root, loss.detach(), metrics)
+
+
+def _detached(metric: Tensor) -> Tensor:
+    # Logits that were not made are now: after the step their weight has other numbers.
+    return metric.made() if isinstance(metric, Unmade) else metric.detach()
 
 
 def tensor_bytes(value: Any) -> int:
