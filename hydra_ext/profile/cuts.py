@@ -2,7 +2,7 @@
 
 A cut is found by what modules save, so no names or types of layers are needed. It goes from the model down. A module
 is a segment if it is called once and saves at most the cut's limit, has no modules inside, or saves most of its bytes
-itself. Each size of what a module saves is a limit.
+itself. Each size of what a module saves is a limit; of many sizes some are.
 
 Other cuts have groups: consecutive children of an ``nn.Sequential`` that saves more than the limit. Such a chain is cut
 where it is narrow: before a call that takes fewer bytes than the one before it. Pieces above the limit are cut again,
@@ -18,6 +18,8 @@ from hydra_ext.policy import GivenPolicies
 from hydra_ext.profile.figures import Chain, ModuleFigures, Profile
 
 _OWN_SHARE = 0.5  # of saved bytes: a module that saves more than this outside its children is not cut
+_MOST_LIMITS = 48  # of sizes that modules save: a mixture of experts has one for each expert
+_MOST_SEGMENTS = 1000  # of a cut: more are no better, and take the planner long
 _HALVINGS = 12  # of what a model saves: limits of groups
 _LEAST_LIMIT = 2**16  # bytes
 
@@ -61,8 +63,10 @@ def balanced_cut(profile: Profile, needs: Callable[[ModuleFigures], int], *, giv
 
 
 def _of_modules(profile: Profile, given: GivenPolicies) -> tuple[list[Cut], int]:
-    limits = {figures.saved.fresh for figures in profile.modules.values() if figures.calls == 1}
-    return _ordered(profile, given, sorted(limits, reverse=True), lambda figures, limit: None)
+    sizes = sorted({figures.saved.fresh for figures in profile.modules.values() if figures.calls == 1}, reverse=True)
+    places = range(min(len(sizes), _MOST_LIMITS))
+    limits = [sizes[place * (len(sizes) - 1) // max(1, len(places) - 1)] for place in places]
+    return _ordered(profile, given, limits, lambda figures, limit: None)
 
 
 def _of_groups(profile: Profile, given: GivenPolicies) -> tuple[list[Cut], int]:
@@ -84,7 +88,7 @@ def _ordered(profile: Profile, given: GivenPolicies, limits: list[int], divide: 
         largest = max((segment.saved.fresh for segment in segments), default=0)
         names = tuple(segment.name for segment in segments)
         found.setdefault(names, sum(segment.inputs.fresh for segment in segments) + largest)
-    ordered = [names for names in found if names]
+    ordered = [names for names in found if 0 < len(names) <= _MOST_SEGMENTS]
     return ordered, min(range(len(ordered)), key=lambda at: found[ordered[at]], default=0)
 
 
@@ -92,6 +96,8 @@ def _cut(profile: Profile, given: GivenPolicies, limit: int, divide: _Divide) ->
     segments: list[str] = []
 
     def visit(figures: ModuleFigures) -> None:
+        if len(segments) > _MOST_SEGMENTS:
+            return  # the cut is not taken
         inner = profile.children(figures.name)
         is_whole = given.recomputes(figures.name)
         in_one_piece = is_whole or (

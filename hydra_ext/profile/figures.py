@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 Storage = tuple[int, int]  # the number of a storage, and the version of its numbers
 
@@ -212,6 +213,13 @@ class Chain:
         return sum(size for key, size in self.links[at].fresh.items() if key in after.inputs and key in after.saved)
 
 
+def _and_around(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it; the root's is not one."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """The figures of one microbatch.
@@ -253,31 +261,32 @@ class Profile:
         calls = Counter(member for name in groups for member in self.members(name))
         inside = {member for member, count in calls.items() if count >= self.modules[member].calls}
         inside.update(name for name in names if name not in groups)
-        for figures in self.modules.values():
-            if not any(not name or f"{figures.name}.".startswith(f"{name}.") for name in inside):
-                yield figures
+        if "" not in inside:
+            yield from (figures for name, figures in self.modules.items() if inside.isdisjoint(_and_around(name)))
 
     def children(self, name: str) -> list[ModuleFigures]:
         """The modules directly inside one, in the model's order."""
-        prefix = f"{name}." if name else ""
-        return [
-            figures
-            for other, figures in self.modules.items()
-            if other and other.startswith(prefix) and "." not in other[len(prefix) :]
-        ]
+        return self._children.get(name, [])
+
+    @cached_property
+    def _children(self) -> Mapping[str, list[ModuleFigures]]:
+        found: dict[str, list[ModuleFigures]] = {}
+        for name, figures in self.modules.items():
+            if name:
+                found.setdefault(name.rpartition(".")[0], []).append(figures)
+        return found
 
     def blocks_of(self, name: str) -> list[int]:
         """Numbers of the blocks that a module or a group uses, with the modules inside it."""
-        used: set[int] = set()
-        for member in self.members(name):
-            prefix = f"{member}." if member else ""
-            used.update(
-                block
-                for site, blocks in self.sites.items()
-                if site == member or site.startswith(prefix)
-                for block in blocks
-            )
-        return sorted(used)
+        return sorted({block for member in self.members(name) for block in self._blocks_inside.get(member, ())})
+
+    @cached_property
+    def _blocks_inside(self) -> Mapping[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for site, blocks in self.sites.items():
+            for name in ("", *_and_around(site)):
+                found.setdefault(name, set()).update(blocks)
+        return found
 
     def moments(self) -> Iterator[Moment]:
         """What a step takes at least, beside the buffers, as a whole and at each module that uses blocks itself.

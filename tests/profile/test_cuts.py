@@ -7,6 +7,7 @@ import random
 import pytest
 
 from hydra_ext import Keep, Offload, Recompute
+from hydra_ext.plan.steps.problem import StepProblem, StepSetting
 from hydra_ext.policy import GivenPolicies
 from hydra_ext.profile import Amount, ModuleFigures, Profile, cuts_of
 
@@ -128,3 +129,51 @@ def test_layers_in_a_container_are_segments() -> None:
 
 def test_a_model_that_is_one_module_is_one_segment() -> None:
     assert cuts_of(Profile(modules={"": ModuleFigures(name="", order=1, calls=1, saved=Amount(fresh=100))})) == [("",)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_profile_says_of_modules_inside_others(seed: int) -> None:
+    tree = Tree(seed)
+    names = [*tree.modules]
+    sites = {name: (number % 7, number % 3) for number, name in enumerate(names) if tree.draw.random() < 0.5}
+    profile = Profile(modules=tree.modules, sites=sites)
+    for name in names:
+        inside = [other for other in names if _is_inside(other, name)]
+        assert [each.name for each in profile.children(name)] == [
+            other for other in inside if "." not in other.removeprefix(name).lstrip(".")
+        ]
+        used = {block for site in (name, *inside) for block in sites.get(site, ())}
+        assert profile.blocks_of(name) == sorted(used)
+        assert [each.name for each in profile.outside([name])] == [
+            other for other in names if other != name and other not in inside
+        ]
+
+
+def leaves(count: int) -> Profile:
+    """Layers of ten leaves; each layer saves another number of bytes."""
+    kilobyte = 1024
+    modules = {"": ModuleFigures(name="", calls=1, saved=Amount(fresh=count**2 * kilobyte, all=count**2 * kilobyte))}
+    for number in range(count // 10):
+        size = (2000 + number) * 10 * kilobyte
+        modules[f"{number}"] = ModuleFigures(
+            name=f"{number}", order=11 * number + 1, calls=1, saved=Amount(fresh=size, all=size)
+        )
+        for leaf in range(10):
+            name = f"{number}.{leaf}"
+            saved = Amount(fresh=size // 10, all=size // 10)
+            modules[name] = ModuleFigures(name=name, order=11 * number + leaf + 2, calls=1, saved=saved)
+    return Profile(modules=modules)
+
+
+def test_of_many_sizes_the_smallest_is_a_limit() -> None:
+    finest = tuple(f"{number}.{leaf}" for number in range(90) for leaf in range(10))
+    assert finest in cuts_of(leaves(900))
+
+
+@pytest.mark.parametrize(("count", "longest"), [(5000, 1000), (20000, 1)])
+def test_a_model_of_many_modules_has_cuts_that_the_planner_takes(count: int, longest: int) -> None:
+    profile = leaves(count)
+    setting = StepSetting(microbatches=2, to_device=1e9, to_host=1e9, buffer_bytes=0)
+    assert max(map(len, cuts_of(profile))) <= longest
+    problem = StepProblem(profile, setting)
+    assert problem.solve(problem.ideal_bytes).seconds == 0
