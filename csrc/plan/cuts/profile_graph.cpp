@@ -10,6 +10,8 @@ namespace hydra {
 
 namespace {
 
+constexpr std::size_t kMostWaiting = 20'000'000;  // nodes that sets in a search may add: 80 MB
+
 bool is_profiled_amount(double value) { return std::isfinite(value) && value >= 0; }
 
 void check_profile_nodes(const std::vector<ProfileNode>& nodes) {
@@ -194,8 +196,10 @@ std::optional<std::vector<NodeSet>> ProfileGraph::closed_sets(std::size_t limit)
   const auto equal = [&](std::size_t left, std::size_t right) { return found[left] == found[right]; };
   std::unordered_set<std::size_t, decltype(hash), decltype(equal)> known(16, hash, equal);
   known.insert(0);
+  std::size_t waiting = next.front().size();  // nodes in `next`
   for (std::size_t i = 0; i < found.size(); ++i) {
     const std::vector<int> mine = std::move(next[i]);
+    waiting -= mine.size();
     for (const int node : mine) {
       NodeSet larger = found[i];
       larger.add(node);
@@ -215,7 +219,11 @@ std::optional<std::vector<NodeSet>> ProfileGraph::closed_sets(std::size_t limit)
           later.push_back(each);
         }
       }
+      waiting += later.size();
       next.push_back(std::move(later));
+      if (waiting > kMostWaiting) {
+        return std::nullopt;
+      }
     }
   }
   return found;

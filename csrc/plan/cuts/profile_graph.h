@@ -94,7 +94,7 @@ class ProfileGraph {
   /// Nodes of a closed set that can be removed one by one.
   std::vector<int> removable(const NodeSet& closed) const;
   /// All closed sets, the empty one and the whole graph included; those with fewer nodes come first. Returns nothing if
-  /// there are more than `limit`.
+  /// there are more than `limit`, or if the search for them would take much memory, as in graphs that are very wide.
   std::optional<std::vector<NodeSet>> closed_sets(std::size_t limit) const;
 
  private:

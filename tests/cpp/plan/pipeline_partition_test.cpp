@@ -93,6 +93,10 @@ TEST(ProfileGraph, HasTheClosedSetsOfItsShape) {
   }
 }
 
+TEST(ProfileGraph, DoesNotListTheClosedSetsOfAVeryWideGraph) {
+  EXPECT_FALSE(parallel_branches(3000, 1, 1).closed_sets(1'000'000'000).has_value());
+}
+
 TEST(ProfileGraph, RefusesWhatIsNoGraphOfLayers) {
   EXPECT_THROW(ProfileGraph({}, {}), PlanError);
   EXPECT_THROW(ProfileGraph({{1, 1, 1}}, {{0, 0}}), PlanError);
