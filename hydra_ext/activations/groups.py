@@ -72,6 +72,11 @@ class Groups:
             call.install(innermost=True)
         return chosen
 
+    def made(self, span: Span) -> Group | None:
+        """The group of these children; None if it was never chosen."""
+        children = [*span.sequential.__dict__["_modules"].values()]
+        return self._made.get(tuple(children[span.first : span.end]))
+
     def _group(self, children: Sequence[nn.Module]) -> Group:
         """The same group for the same children: what is known of it stays."""
         return self._made.setdefault(tuple(children), Group(children))

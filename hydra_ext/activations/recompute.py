@@ -188,6 +188,12 @@ class RecomputedModules:
         self._chosen: dict[tuple[nn.Module, bool], RecomputedModule] = {}  # now or before, and whether it is a piece
         self.again = Count()
 
+    def is_refused(self, chosen: nn.Module | Span) -> bool:
+        """Whether a second call of it has differed, so that it is recomputed no more."""
+        module = self._groups.made(chosen) if isinstance(chosen, Span) else chosen
+        call = None if module is None else self._chosen.get((module, False))
+        return call is not None and call.deviated
+
     def of_policy(self, module: nn.Module) -> RecomputedModule:
         return RecomputedModule(self._core, module, self._whole, self.again)
 

@@ -161,6 +161,10 @@ class Saving:
             chosen, device, given=self.given.recomputed if self.given.follows else (), pieces=pieces
         )
 
+    def refuses(self, chosen: nn.Module | Span) -> bool:
+        """Whether what was chosen for :meth:`recompute` is not, since a second call has differed."""
+        return self._recomputed.is_refused(chosen)
+
     @nothing_traced
     def drop_stale(self) -> None:
         """Removes hooks that an interrupt has left on the calling thread, where no forward is under way."""

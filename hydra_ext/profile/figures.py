@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 Storage = tuple[int, int]  # the number of a storage, and the version of its numbers
@@ -263,6 +263,29 @@ class Profile:
         inside.update(name for name in names if name not in groups)
         if "" not in inside:
             yield from (figures for name, figures in self.modules.items() if inside.isdisjoint(_and_around(name)))
+
+    def refusing(self, names: Collection[str]) -> Profile:
+        """The same, but these modules and groups are not to be repeated, nor longer groups that begin with one."""
+        places = [place for place in map(self.place_of, names) if place is not None]
+        ends = {(place.sequential, place.first): place.end for place in places}
+
+        def link_of(chain: Chain, at: int) -> Link:
+            link = chain.links[at]
+            intact = min(link.intact_until, ends.get((chain.name, at), link.intact_until + 1) - 1)
+            return replace(link, figures=self._refused(link.figures, names), intact_until=intact)
+
+        return replace(
+            self,
+            modules={name: self._refused(figures, names) for name, figures in self.modules.items()},
+            chains={
+                name: replace(chain, links=[link_of(chain, at) for at in range(len(chain.links))])
+                for name, chain in self.chains.items()
+            },
+        )
+
+    @staticmethod
+    def _refused(figures: ModuleFigures, names: Collection[str]) -> ModuleFigures:
+        return replace(figures, is_repeatable=False) if figures.name in names else figures
 
     def children(self, name: str) -> list[ModuleFigures]:
         """The modules directly inside one, in the model's order."""

@@ -32,8 +32,7 @@ class BackwardParticipant(Protocol):
     replicas: Replicas | None
     backwards: int
 
-    def backward_ended(self, *, accumulated: bool) -> None: ...
-    def backward_failed(self) -> None: ...
+    def backward_ended(self, *, accumulated: bool, failed: bool = False) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def to_host(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
@@ -73,7 +72,7 @@ class EngineWrapper:
                 gradients = wanted.gradients(gradients) if gradients else gradients
         except BaseException:
             for participant in awaiting:
-                participant.backward_failed()
+                participant.backward_ended(accumulated=False, failed=True)
             raise
         for participant in awaiting:
             participant.backward_ended(accumulated=accumulated)

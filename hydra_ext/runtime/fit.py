@@ -316,6 +316,11 @@ class Fit:
         setbacks = self._steps.setbacks
         setbacks.failures = setbacks.rescues = setbacks.futile = 0
         took = self._clocks().since(self._began)
+        refused = [] if trials.has_begun else self._refused(trials.planned)
+        if refused:
+            self.planner.refuse(refused)
+            self._steps.trials.clear()
+            return
         if not trials.note(took):
             self._watch(took.seconds, trials.usual)
             return
@@ -325,6 +330,11 @@ class Fit:
         if self.planner.learn(trials.planned, trials.seconds[trials.planned]):
             trials.replans += 1
             trials.try_also(self._plans())
+
+    def _refused(self, planned: PlannedStep) -> list[str]:
+        """The segments that were to run again, and do not: the first step has shown that they would differ."""
+        chosen = {name: self._module_or_group(planned, name) for name in planned.recomputed}
+        return [name for name, each in chosen.items() if each is not None and self._saving.refuses(each)]
 
     def _watch(self, seconds: float, usual: float | None) -> None:
         """Measures a microbatch anew if steps have become slower for good: of others the best plan may be another."""

@@ -552,8 +552,15 @@ class Run:
     def forward_kind(self) -> _C.PassKind:
         return self._place.forward_kind()
 
-    def backward_ended(self, *, accumulated: bool) -> None:
-        """Averages gradients over the ranks, unless the backward ``accumulated`` none or is nested in another one."""
+    def backward_ended(self, *, accumulated: bool, failed: bool = False) -> None:
+        """Averages gradients over the ranks, unless the backward ``accumulated`` none or is nested in another one.
+
+        One that has ``failed`` has raised, and no more is done here.
+        """
+        if failed:
+            if self.fit is not None and not self.meter.inside:
+                self.fit.pass_fails()
+            return
         self._place.backward_ended()
         if self.fit is not None and not self.meter.inside and not self.core.gate.in_backward:
             self.fit.backward_ended()
@@ -563,10 +570,6 @@ class Run:
             with self._averaging(IN_BACKWARD) as averaging:
                 if averaging is not None:
                     averaging.complete()
-
-    def backward_failed(self) -> None:
-        if self.fit is not None and not self.meter.inside:
-            self.fit.pass_fails()
 
     def window(self, kind: _C.PassKind) -> _C.Windows:
         """A context in which modules show device parameters."""

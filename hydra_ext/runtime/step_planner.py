@@ -186,6 +186,11 @@ class PlanTrials:
         self._left = _TIMED  # steps of this turn
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a step has run as planned now."""
+        return not self._is_cold
+
+    @property
     def update_seconds(self) -> float:
         return self._updated / max(self._steps, 1)
 
@@ -304,6 +309,11 @@ class StepPlanner:
             weight_bytes=sum(sizes),
             gradient_bytes=sum(size for size, needs in zip(sizes, trained, strict=True) if needs),
         )
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """No plan from now on has these segments run again, until another microbatch is measured."""
+        if self.profile is not None:
+            self.profile = self.profile.refusing(names)
 
     def plan(self, microbatches: int, round_sizes: Sequence[int], *, recompute: bool) -> PlannedStep | None:
         """The best plan with one of these sizes of rounds; None if none fits, or the planner takes no such step."""

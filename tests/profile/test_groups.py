@@ -55,6 +55,21 @@ def test_a_group_has_the_figures_of_a_module_around_it(first: int, end: int) -> 
     assert group.again_seconds == pytest.approx(whole.again_seconds)
 
 
+def test_a_group_that_is_refused_is_repeated_no_more_and_others_are() -> None:
+    profile = profile_of(nn.Sequential(*stages()))
+    known = {place: profile.chains[""].group(*place).is_repeatable for place in combinations(range(10), 2)}
+    first, end = next((first, end) for (first, end), repeatable in known.items() if repeatable and end - first == 2)
+    refused = profile.refusing([f"[{first}:{end}]", "11"])
+    chain = refused.chains[""]
+    assert {place for place, was in known.items() if was and not chain.group(*place).is_repeatable} == {
+        place for place, was in known.items() if was and place[0] == first and place[1] >= end
+    }
+    assert not refused.modules["11"].is_repeatable
+    assert profile.modules["11"].is_repeatable
+    assert not chain.group(11, 12).is_repeatable
+    assert refused.refusing([]) == refused
+
+
 def test_what_is_handed_on_is_the_next_group_s_and_nothing_counts_twice() -> None:
     profile = profile_of(nn.Sequential(*stages()))
     chain, draw = profile.chains[""], random.Random(0)

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
-from hydra_ext.errors import StateError
 from hydra_ext.profile import Amount, ModuleFigures, Profile
 from hydra_ext.profile.dry_run import dry_run
 from hydra_ext.runtime.step_planner import StepPlanner
@@ -335,10 +333,10 @@ def test_a_module_that_depends_on_what_is_outside_is_found_by_a_trial_and_not_ca
     CALLS.clear()
     found = both(lambda: Net(*[CachingElsewhere() for _ in range(LAYERS)]), in_steps, budget=AMPLE, device=CRAWLING)
     assert found.equal
-    tried = len(found.recomputed)
-    assert tried > 0
-    assert found.second_calls == tried  # each once, which was the trial
-    assert len(CALLS) == 2 * 4 * LAYERS + tried
+    assert found.second_calls > 0  # which were trials
+    assert len(CALLS) == 2 * 4 * LAYERS + found.second_calls
+    assert not found.recomputed  # the plans after them have others
+    assert not all(figures.is_repeatable for name, figures in modules(found).items() if name.count(".") == 1)
 
 
 @pytest.mark.cases(1)
@@ -364,33 +362,7 @@ def test_state_of_modules_and_of_generators_is_as_without_a_second_call(kind: ty
     assert found.second_calls > 0
 
 
-class Counting(nn.Module):
-    """Saves more than it is given, and counts its calls in a tensor that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Layer()
-
-    def forward(self, x: Tensor, count: Tensor) -> Tensor:
-        count.add_(1)
-        return self.inner(x)
-
-
-class Counted(Layered):
-    def __init__(self) -> None:
-        super().__init__([Counting() for _ in range(LAYERS)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = torch.zeros(1, device=x.device)
-        for layer in self.layers:
-            x = layer(x, count)
-        return self.head(x) * count
-
-
-@pytest.mark.parametrize("make", [Counted, lambda: Net(*[CachingElsewhere() for _ in range(LAYERS)])])
-def test_microbatches_of_a_round_that_wait_for_a_trial_heed_it(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_microbatches_of_a_round_that_wait_for_a_trial_heed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = StepPlanner.plan
     monkeypatch.setattr(StepPlanner, "plan", lambda self, count, _, **options: plan(self, count, [3], **options))
 
@@ -409,8 +381,9 @@ def test_microbatches_of_a_round_that_wait_for_a_trial_heed_it(
             update(optimizer)
         return left
 
+    make = lambda: Net(*[CachingElsewhere() for _ in range(LAYERS)])  # noqa: E731
     found = both(make, together, budget=2 * AMPLE, device=CRAWLING)
-    assert found.recomputed
+    assert found.second_calls > 0
     assert found.retries == 0
     assert found.equal
 
@@ -620,14 +593,3 @@ def test_convolutions_train_within_the_least_bytes_of_a_dry_run_and_in_no_fewer(
     step(int(1.03 * least))
     with pytest.raises(torch.OutOfMemoryError):
         step(int(0.97 * least))
-
-
-def test_a_step_whose_forward_is_not_seen_has_no_plan_to_show() -> None:
-    """A checkpoint around the model has hooks on saved tensors, which take precedence."""
-    torch.manual_seed(0)
-    model = Net()
-    with hydra_ext.offload(model, optimizer_of(model), budget=4 * AMPLE, device=SimulatedDevice()) as run:
-        for step in range(2):
-            run.step(data(2), lambda x: checkpoint(model, x, use_reentrant=False).mean(), seeds=[step, step])
-        with pytest.raises(StateError, match="nothing was planned"):
-            run.plan()

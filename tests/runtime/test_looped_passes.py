@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
 from hydra_ext.activations.profiler import Profiler
+from hydra_ext.errors import StateError
 from hydra_ext.runtime.step_planner import PlannedStep, StepPlanner
 from support.runtime.fitted import optimizer_of
 from support.runtime.layered import ROWS, WIDTH, Layered, data, loss_of
@@ -190,3 +191,14 @@ def test_a_model_that_calls_itself_is_measured_once(measurements: list[weakref.r
         train(model, data(1)[0], passes=3)
         assert planned(run)
     assert len(measurements) == 1
+
+
+def test_a_step_whose_forward_is_not_seen_has_no_plan_to_show() -> None:
+    """A checkpoint around the model has hooks on saved tensors, which take precedence."""
+    torch.manual_seed(0)
+    model = net()
+    with hydra_ext.offload(model, optimizer_of(model), budget=4 * AMPLE, device=SimulatedDevice()) as run:
+        for step in range(2):
+            run.step(data(2), lambda x: checkpoint(model, x, use_reentrant=False).mean(), seeds=[step, step])
+        with pytest.raises(StateError, match="nothing was planned"):
+            run.plan()
