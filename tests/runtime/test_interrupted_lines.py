@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from runtime.test_threads import BATCHES, POISONED, adam, faces, stack, step
 
 import hydra_ext
@@ -17,7 +18,8 @@ from support.benches import ROOMY, assert_same
 
 # Python looks for signals when a function begins, a loop turns and a call ends: never between `try:` or `finally:` and
 # what follows.
-_NOT_INTERRUPTED = ("try:", "with windows_of(", "window.exit(", "window.end_visit(")
+_IN_C = ("with windows_of(", "with torch._C.DisableTorchFunction(")  # entered and left by code in C
+_NOT_INTERRUPTED = ("try:", *_IN_C, "window.exit(", "window.end_visit(")
 
 
 class Interrupt:
@@ -70,6 +72,7 @@ def test_an_interrupt_at_any_line_of_ours_leaves_no_window_open(backward: bool) 
             assert not run.core.gate.open
             assert run.core.pager.pins == 0
             assert faces(model) == 0
+            assert torch._C._is_torch_function_enabled()
             if not interrupt.raised:
                 break
             kept.append(interrupt)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import StateError
-from hydra_ext.heads.unmade import Unmade
 from hydra_ext.outputs import check_loss, split
 from hydra_ext.state.contents import LEAVES
 
@@ -55,6 +54,10 @@ class Work(Generic[Microbatch]):
 
 
 def _detached(metric: Tensor) -> Tensor:
+    if type(metric) is Tensor:
+        return metric.detach()
+    from hydra_ext.heads.unmade import Unmade
+
     # Logits that were not made are now: after the step their weight has other numbers.
     return metric.made() if isinstance(metric, Unmade) else metric.detach()
 
