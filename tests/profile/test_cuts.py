@@ -165,7 +165,7 @@ def leaves(count: int) -> Profile:
     return Profile(modules=modules)
 
 
-def test_of_many_sizes_the_smallest_is_a_limit() -> None:
+def test_of_many_sizes_small_ones_are_limits_too() -> None:
     finest = tuple(f"{number}.{leaf}" for number in range(90) for leaf in range(10))
     assert finest in cuts_of(leaves(900))
 

@@ -202,3 +202,29 @@ def test_a_step_whose_forward_is_not_seen_has_no_plan_to_show() -> None:
             run.step(data(2), lambda x: checkpoint(model, x, use_reentrant=False).mean(), seeds=[step, step])
         with pytest.raises(StateError, match="nothing was planned"):
             run.plan()
+
+
+class Counting(Layer):
+    """Counts its calls in a tensor of four bytes that it is given."""
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
+        count.add_(1)
+        return super().forward(x)
+
+
+class Counted(Layered):
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.zeros(1, device=x.device)
+        for layer in self.layers:
+            x = layer(x, count)
+        return self.head(x) * count
+
+
+def test_a_module_that_writes_to_a_small_argument_is_not_to_be_repeated() -> None:
+    torch.manual_seed(0)
+    model = Counted([Counting() for _ in range(4)])
+    with offloaded(model) as run:
+        train(model, data(1)[0])
+        figures = planned(run).problem.profile.modules
+    assert not any(figures[f"layers.{number}"].is_repeatable for number in range(4))
+    assert figures["layers.0.up"].is_repeatable
