@@ -110,6 +110,13 @@ def test_the_heap_holds_only_bookkeeping(seen: Seen) -> None:
     assert left[-1] - left[1] <= exempt.BOOKKEEPING.passing_bytes
 
 
+def test_matrix_buffers_are_made_in_the_first_step(seen: Seen) -> None:
+    _, run = seen
+    kept = {moment.matrix_buffers for step in run.steps[1:] for moment in (step.after_forward, step.after_step)}
+    assert kept == {run.steps[0].after_step.matrix_buffers}
+    assert max(kept) <= exempt.MATRIX_BUFFERS.once_bytes
+
+
 def test_every_exemption_has_a_name_of_its_own_and_a_reason() -> None:
     assert len({exemption.name for exemption in exempt.EXEMPTIONS}) == len(exempt.EXEMPTIONS)
     assert all(exemption.why.endswith(".") for exemption in exempt.EXEMPTIONS)

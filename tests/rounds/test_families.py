@@ -34,6 +34,7 @@ from support.training import parameter_bytes
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
 ROOM_FOR_ALL = 400
 SMALL = ("normed",)  # all its weights are less than the scratch of one convolution
+SMALL_IN_BF16 = ("resnet",)  # the same on processors whose units for bfloat16 need more scratch
 FEW_STEPS = 3
 MANY = 8  # microbatches
 BY_DEFAULT = {MANY: ("llama", "mixtral", "unet", "dynamic"), 1: ("gpt2", "t5", "tied_llama", "resnet")}
@@ -124,7 +125,8 @@ def _check_reports(case: Case, observed: Any, expected: Seen) -> None:
         leaving = 1 + sum(case.rounds()[1:])
         assert after.gradients_moved_bytes - before.gradients_moved_bytes == leaving * expected.gradient_bytes(2)
         if case.percent != ROOM_FOR_ALL:
-            assert after.evictions > before.evictions or case.family in SMALL, "there was room for everything"
+            small = case.family in SMALL or (case.autocast and case.family in SMALL_IN_BF16)
+            assert after.evictions > before.evictions or small, "there was room for everything"
         else:
             assert after.weights_moved_bytes - before.weights_moved_bytes == updated_bytes(run)
 

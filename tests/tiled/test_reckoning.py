@@ -115,3 +115,23 @@ def test_what_is_reckoned_to_fit_fits(
     smallest = report(GIB, rows=1).peak_bytes
     for quarters in (4, 5, 6, 8, 11, 16):
         assert report(smallest * quarters // 4, rows=None).peak_bytes <= smallest * quarters // 4
+
+
+def test_strips_are_lower_where_kernels_take_more_than_is_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reckoning of nothing chooses one strip of the whole map, which the budget has no room for."""
+    source, weight = torch.randn(1, 8, 30, 256), torch.randn(8, 8, 3, 3)
+
+    def convolve(source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(source, weight, None, 1, 1)
+
+    with tiled.strips(budget=GIB, rows=4, device="simulated") as run:
+        expected = outcome(convolve, [source, weight])
+    budget = 3 * run.report().peak_bytes // 2
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(ConvolutionBytes, name, lambda *_rows: 0)
+    with tiled.strips(budget=budget, device="simulated") as run:
+        seen = outcome(convolve, [source, weight])
+    assert run.report().strips > 2 * run.report().operations
+    assert run.report().peak_bytes <= budget
+    torch.testing.assert_close(seen.value, expected.value)
+    torch.testing.assert_close(seen.gradients, expected.gradients, rtol=1e-4, atol=1e-3)

@@ -69,6 +69,13 @@ BOOKKEEPING = Exemption(
     once_bytes=4 * _MIB,
     passing_bytes=64 * _KIB,
 )
+MATRIX_BUFFERS = Exemption(
+    "matrix buffers",
+    "On some processors MKL packs the matrices of a product into buffers on the heap, and keeps these for each thread. "
+    "Their size follows from the processor's caches, and not from the matrices.",
+    once_bytes=16 * _MIB,
+    passing_bytes=0,
+)
 FOREIGN_STORAGE = Exemption(
     "storages made without the allocator",
     "torch.UntypedStorage(n), from_numpy, frombuffer and shared memory use other allocators, or none.",
@@ -83,5 +90,6 @@ EXEMPTIONS: tuple[Exemption, ...] = (
     SCRATCH,
     HALF_PRECISION,
     BOOKKEEPING,
+    MATRIX_BUFFERS,
     FOREIGN_STORAGE,
 )

@@ -9,11 +9,14 @@ rows of the strip. Parts of weights' and biases' gradients are added in fp64, st
 rounded once at the end.
 
 In fp32 on a CPU torch takes another kernel for small maps. So a strip of a map that is not small is never small either.
+
+What a kernel takes besides its operands is reckoned. Kernels of some processors take more, such as those with units for
+matrices of bf16. Where strips of the reckoned height do not fit, the operation starts again in strips of half of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +58,26 @@ class _Arguments:
         return ConvolutionBytes(source, result, weight, self.transposed, plain, in_columns=on_cpu)
 
 
+def _in_strips(
+    run: TiledRun, height: int, strip_bytes: Callable[[int], int], compute: Callable[[Sequence[Rows]], None]
+) -> None:
+    """Computes all rows of a map in strips that fit, and counts these."""
+    rows = run.rows(height, strip_bytes)
+    while True:
+        parts = list(strips(height, rows))
+        with run.device:
+            try:
+                compute(parts)
+                run.device.settle()
+                break
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+            run.device.settle()
+        rows //= 2
+    run.count(len(parts))
+
+
 def forward(
     run: TiledRun, func: Any, source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *arguments: Any
 ) -> torch.Tensor:
@@ -63,13 +86,13 @@ def forward(
     result = empty_map(shape, source.dtype, source, weight)
     given = _Arguments(*arguments)
     window, takes = given.window(source, weight), given.takes(run, source, result, weight)
-    parts = list(strips(shape[2], run.rows(shape[2], lambda rows: takes.forward(*window.forward_most(rows)))))
-    with run.device:
+
+    def compute(parts: Sequence[Rows]) -> None:
         whole = run.device.load(weight), None if bias is None else run.device.load(bias)
         for wanted in parts:
             _forward_strip(run, func, (source, result), (*whole, *arguments), (window.forward(wanted), wanted))
-        run.device.settle()
-    run.count(len(parts))
+
+    _in_strips(run, shape[2], lambda rows: takes.forward(*window.forward_most(rows)), compute)
     return result
 
 
@@ -116,9 +139,8 @@ def backward(
         torch.empty(weight.shape, dtype=weight.dtype, device="cpu") if wanted[1] else None,
         torch.empty(channels, dtype=weight.dtype, device="cpu") if wanted[2] else None,
     )
-    rows = run.rows(source.shape[2], lambda rows: takes.backward(*window.backward_most(rows)))
-    parts = list(strips(source.shape[2], rows))
-    with run.device:
+
+    def compute(parts: Sequence[Rows]) -> None:
         on_device = run.device.load(weight)
         sums = _Sums.zeros(on_device, channels, wanted)
         for own in parts:
@@ -127,8 +149,8 @@ def backward(
         for total, result in ((sums.weight, results[1]), (sums.bias, results[2])):
             if total is not None and result is not None:
                 run.device.store(total.to(result.dtype), result, Rows(0, result.shape[0]), dim=0)
-        run.device.settle()
-    run.count(len(parts))
+
+    _in_strips(run, source.shape[2], lambda rows: takes.backward(*window.backward_most(rows)), compute)
     return results
 
 

@@ -35,10 +35,12 @@ class Scenario:
 class Moment:
     """Bytes in use at one moment: four kinds counted by the hook, two classes counted by the run's ledger.
 
-    Buffers are in neither, since they existed before the context.
+    Buffers are in neither, since they existed before the context. The heap is without ``matrix_buffers``, which MKL
+    counts itself.
     """
 
     heap: int
+    matrix_buffers: int
     tensors: int
     slots: int
     mapped: int
@@ -126,15 +128,26 @@ class _Hook:
         self.library = ctypes.CDLL(None)
         for name in ("hook_live", "hook_peak", "hook_aligned_peak", "hook_largest_aligned"):
             getattr(self.library, name).restype = ctypes.c_long
+        import torch
+
+        # Where torch has no MKL there is no such function.
+        self._mkl_bytes = getattr(ctypes.CDLL(f"{torch.__path__[0]}/lib/libtorch_cpu.so"), "mkl_serv_mem_stat", None)
+        if self._mkl_bytes is not None:
+            self._mkl_bytes.restype = ctypes.c_longlong
+
+    def matrix_buffers(self) -> int:
+        return 0 if self._mkl_bytes is None else int(self._mkl_bytes(ctypes.byref(ctypes.c_int())))
 
     def moment(self, ledger: Any, arena: Any, arena_before: int) -> Moment:
         from hydra_ext import _C
 
         self.library.hook_end()
         live = [self.library.hook_live(kind) for kind in range(4)]
+        matrix_buffers = self.matrix_buffers()
         weights, buffers = (ledger.in_use_by(cls) for cls in (_C.MemoryClass.WEIGHTS, _C.MemoryClass.BUFFERS))
         return Moment(
-            heap=live[HEAP],
+            heap=live[HEAP] - matrix_buffers,
+            matrix_buffers=matrix_buffers,
             tensors=live[ALIGNED],
             slots=live[PAGE_ALIGNED],
             mapped=live[MAPPED],
@@ -149,6 +162,7 @@ class _Hook:
             return replace(
                 moment,
                 heap=moment.heap - before.heap,
+                matrix_buffers=moment.matrix_buffers - before.matrix_buffers,
                 mapped=moment.mapped - before.mapped,
                 tensors=moment.tensors - before.tensors,
                 slots=moment.slots - before.slots,
@@ -159,7 +173,7 @@ class _Hook:
             own(backward),
             own(after),
             hook_device_peak=self.library.hook_aligned_peak() - before.tensors - before.slots,
-            hook_heap_peak=self.library.hook_peak(HEAP) - before.heap,
+            hook_heap_peak=self.library.hook_peak(HEAP) - after.matrix_buffers - before.heap,
             hook_mapped_peak=self.library.hook_peak(MAPPED) - before.mapped,
             largest_tensor=self.library.hook_largest_aligned(),
             ledger_peak=ledger_peak,
