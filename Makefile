@@ -35,8 +35,8 @@ export HYDRA_WERROR ?= OFF
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
 # The sources of the extension. The package's Python files are imported in place.
-SRC      := $(shell find csrc CMakeLists.txt pyproject.toml -type f)
-CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SRC      := $(shell find csrc emulator/CMakeLists.txt emulator/sources.cmake CMakeLists.txt pyproject.toml -type f)
+CPP      := $(shell find csrc emulator tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
 PARALLEL := -n $(WORKERS) --dist worksteal
 # A few cases of each test that has many, and fewer examples: `test-full` runs all of them.
@@ -53,7 +53,8 @@ NVCC     := $(shell command -v nvcc)
 # ThreadSanitizer of older compilers fails under the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda gpu-test gpu-bench mutants \
+.PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda emulated emulated-test gpu-test \
+        gpu-bench mutants \
         stubs stubs-check docs wheel wheel-test other-key clean FORCE
 all: $(BUILD)/.built ## build, and install into $(VENV), editable: Python files are used in place
 
@@ -120,7 +121,7 @@ pytest: $(BUILD)/.built $(VENV)/.deps-test ## a sample of the Python tests, WORK
 
 test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## every case of every test that needs no GPU, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
-	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
+	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu and not emulated" --shard=$$shard/$(SHARDS) .); done
 
 # A venv that sees the packages of $(VENV), but not its editable install, which would go before any PYTHONPATH.
 define venv_beside
@@ -166,6 +167,14 @@ tsan: $(BUILD)-gtest/googletest.cmake ## the C++ tests of code with threads unde
 check-cuda: $(VENV)/.deps ## compile every CUDA source with warnings as errors; needs nvcc, no GPU
 	$(CMAKE) -B $(BUILD)-cuda -DPython_EXECUTABLE=$(PYTHON) -DHYDRA_CUDA=CHECK
 	cmake --build $(BUILD)-cuda --target hydra_cuda
+
+emulated: $(BUILD)/.built ## the emulated CUDA machine, and the extension with its CUDA backend; needs CUDA's headers, no GPU
+	cmake --build $(BUILD) --target emulated
+
+emulated-test: emulated $(VENV)/.deps-test ## the tests of the emulated machine under torch; no GPU
+	$(call venv_beside,build/emulated-venv)
+	cd tests && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python -m pytest -q -n $(WORKERS) \
+	  -p emulated_cuda.pytest_plugin -m "emulated or not emulated" emulated
 
 # Continues an earlier run: results stay valid until their files change. MUTANTS has further options.
 COUNT ?= 200

@@ -13,6 +13,7 @@ from support import cpp_source
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
+EMULATOR = ROOT / "emulator"
 PACKAGE = ROOT / "hydra_ext"
 
 # ---- the layers -----------------------------------------------------------------------------------------------------
@@ -55,6 +56,9 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__", "__main__"),
 )
+
+# Folders of emulator/, lowest first: each includes only from those before it, and from itself. Nothing of csrc/.
+EMULATOR_LAYERS = ("cudart", "kernels", "c10_cuda", "torch", "python")
 
 # ---- the limits -----------------------------------------------------------------------------------------------------
 MAX_FILE_LINES = 600
@@ -107,6 +111,27 @@ def test_cpp_includes_follow_the_layers() -> None:
     assert not faults
 
 
+def emulator_files() -> list[Path]:
+    return sorted(path for path in EMULATOR.rglob("*") if path.suffix in (".h", ".cpp"))
+
+
+def test_the_emulator_includes_by_its_layers_and_nothing_of_the_engine() -> None:
+    faults = []
+    for path in emulator_files():
+        rank = EMULATOR_LAYERS.index(path.relative_to(EMULATOR).parts[0])
+        for include in cpp_source.includes(path.read_text()):
+            parts = include.split("/")
+            above = parts[0] == "emulator" and EMULATOR_LAYERS.index(parts[1]) > rank
+            if parts[0] == "csrc" or above or (rank < 2 and TORCH_INCLUDE.search(include)):
+                faults.append(f"{shown(path)}: {include}")
+    assert not faults
+
+
+def test_the_engine_knows_nothing_of_the_emulator() -> None:
+    paths = [*cpp_files(), *python_files()]
+    assert not [shown(path) for path in paths if re.search(r"emulator/|emulated_cuda", path.read_text())]
+
+
 def test_only_two_folders_see_torch_and_pybind() -> None:
     faults = []
     for path in cpp_files():
@@ -132,12 +157,14 @@ def test_our_own_headers_are_included_by_their_path() -> None:
 
 
 def test_every_header_opens_with_a_comment() -> None:
-    faults = [shown(path) for path in cpp_files(".h", ".cuh") if not path.read_text().startswith("//")]
+    headers = [path for path in [*cpp_files(), *emulator_files()] if path.suffix in (".h", ".cuh")]
+    faults = [shown(path) for path in headers if not path.read_text().startswith("//")]
     assert not faults
 
 
 def test_cpp_functions_are_short() -> None:
-    files = [*cpp_files(), *sorted(path for path in (ROOT / "tests" / "cpp").rglob("*") if path.is_file())]
+    tests = sorted(path for path in (ROOT / "tests" / "cpp").rglob("*") if path.is_file())
+    files = [*cpp_files(), *emulator_files(), *tests]
     faults = [
         f"{shown(path, body.first_line)}: {body.lines} lines: {body.head[-60:]}"
         for path in files
@@ -154,10 +181,10 @@ def test_cpp_does_not_print_or_abort() -> None:
 
 
 def test_every_source_is_built() -> None:
-    text = (ROOT / "CMakeLists.txt").read_text()
-    listed = set(re.findall(r"\b(?:csrc|tests/cpp)/[\w/.]+\.(?:cpp|cu)\b", text))
-    there = {path.relative_to(ROOT).as_posix() for path in cpp_files(".cpp", ".cu")}
-    there |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "cpp").rglob("*.cpp")}
+    text = "".join((ROOT / name).read_text() for name in ("CMakeLists.txt", "emulator/sources.cmake"))
+    listed = set(re.findall(r"\b(?:csrc|emulator|tests/cpp)/[\w/.]+\.(?:cpp|cu)\b", text))
+    paths = [path for folder in ("csrc", "emulator", "tests/cpp") for path in (ROOT / folder).rglob("*")]
+    there = {path.relative_to(ROOT).as_posix() for path in paths if path.suffix in (".cpp", ".cu")}
     assert listed == there, f"not built: {sorted(there - listed)}; not there: {sorted(listed - there)}"
 
 
@@ -207,7 +234,7 @@ def test_python_imports_are_absolute() -> None:
 
 def test_python_functions_are_short() -> None:
     faults = []
-    for path in [*python_files(), *sorted((ROOT / "tests").rglob("*.py"))]:
+    for path in [*python_files(), *sorted(EMULATOR.rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -241,7 +268,8 @@ def test_python_has_no_assert_print_pickle_or_torch_load() -> None:
 # ---- both -----------------------------------------------------------------------------------------------------------
 def all_sources() -> list[Path]:
     tests = [path for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp", ".h")]
-    return [path for path in [*cpp_files(), *python_files(), *sorted(tests)] if not is_generated(path)]
+    emulator = [*emulator_files(), *EMULATOR.rglob("*.py")]
+    return [path for path in [*cpp_files(), *python_files(), *emulator, *sorted(tests)] if not is_generated(path)]
 
 
 def test_files_are_short() -> None:

@@ -25,7 +25,7 @@ def test_the_fast_tests_are_of_every_part_of_the_package() -> None:
     text = subprocess.check_output(["make", "-s", "-f", "-", "fast"], cwd=ROOT, text=True, input=PRINTS_FAST)
     paths = [ROOT / "tests" / name for name in text.split()]
     assert [path for path in paths if not path.exists()] == []
-    apart = {"cpp", "cuda", "docs", "fake_cuda", "programs", "support"}  # another language, a GPU, or long
+    apart = {"cpp", "cuda", "docs", "emulated", "fake_cuda", "programs", "support"}  # another language, a GPU, or long
     parts = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
     assert parts - apart <= {path.relative_to(ROOT / "tests").parts[0] for path in paths}
 
@@ -33,9 +33,9 @@ def test_the_fast_tests_are_of_every_part_of_the_package() -> None:
 def test_only_the_python_tests_of_ci_are_a_sample() -> None:
     recipes = dict(re.findall(r"^([a-z][\w-]*):[^\n]*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
     with_pytest = {target for target, recipe in recipes.items() if re.search(r"PYTEST|-m pytest", recipe)}
-    assert with_pytest == {"check", "pytest", "test-full", "other-key", "gpu-test"}
+    assert with_pytest == {"check", "pytest", "test-full", "other-key", "gpu-test", "emulated-test"}
     assert {target for target in with_pytest if re.search(r"sample", recipes[target], re.IGNORECASE)} == {"pytest"}
-    assert '-m "not gpu"' in recipes["test-full"]  # the marked ones too
+    assert '-m "not gpu and not emulated"' in recipes["test-full"]  # the marked ones too
 
 
 def test_there_are_workflows_for_tests_docs_and_wheels() -> None:

@@ -1,4 +1,4 @@
-// The contract suite on CUDA: with the real runtime on a GPU, with the fake one anywhere.
+// The contract suite on CUDA: with the real runtime on a GPU, with the emulated one anywhere.
 #include "tests/cpp/cuda/cuda_support.h"
 #include "tests/cpp/transfer/device_contract.h"
 

@@ -1,4 +1,4 @@
-// The pager on the fake CUDA runtime, with random delays on every stream: late reads of compute, on any stream and
+// The pager on the emulated CUDA runtime, with random delays on every stream: late reads of compute, on any stream and
 // from any thread, see the host's bytes.
 #include <gtest/gtest.h>
 
@@ -7,8 +7,9 @@
 
 #include "csrc/memory/limited_resource.h"
 #include "csrc/paging/pager.h"
+#include "csrc/transfer/cuda/cuda_pinner.h"
+#include "emulator/cudart/control.h"
 #include "tests/cpp/cuda/cuda_support.h"
-#include "tests/cpp/cuda/fake_cuda_runtime.h"
 #include "tests/cpp/support.h"
 
 namespace hydra::test {
@@ -17,14 +18,19 @@ namespace {
 constexpr Bytes kBlock = 2048;
 constexpr int kBlocks = 6;
 
+/// Its bytes are pinned, so copies read them late.
 class Backing final : public BlockClient {
  public:
-  explicit Backing(std::uint32_t seed) : bytes(random_bytes(kBlock, seed)) {}
+  explicit Backing(std::uint32_t seed) : bytes(random_bytes(kBlock, seed)) { EXPECT_TRUE(pinner.pin(place(), kBlock)); }
+  ~Backing() override { pinner.unpin(place(), kBlock); }
   Job fill(void* slot) override { return copy_job(slot, bytes); }
   Job write_back(void* /*slot*/) override { return {}; }
   void publish(void* slot) noexcept override { where = slot; }
   void withdraw() noexcept override { where = nullptr; }
 
+  void* place() const { return const_cast<std::uint8_t*>(bytes.data()); }
+
+  CudaPinner pinner{0};
   const std::vector<std::uint8_t> bytes;
   std::atomic<void*> where{nullptr};
 };
@@ -47,7 +53,7 @@ struct Rig {
     reason == AcquireReason::kHook ? pager.passes().arrive(block) : pager.acquire(block, reason);
     const Backing& backing = *backings[static_cast<std::size_t>(block)];
     const auto* slot = static_cast<const std::uint8_t*>(backing.where.load());
-    fake_cuda::launch(compute_stream, [this, slot, &backing] {
+    emulated_cuda::launch(compute_stream, [this, slot, &backing] {
       ++kernels;
       wrong += std::equal(backing.bytes.begin(), backing.bytes.end(), slot) ? 0 : 1;
     });
@@ -66,12 +72,12 @@ struct Rig {
 class CudaPagerJitter : public ::testing::TestWithParam<int> {};
 
 TEST_P(CudaPagerJitter, ComputeReadsWhatTheHostHoldsWhateverStreamItRunsOn) {
-  fake_cuda::reset();
+  emulated_cuda::reset();
   cudaStream_t streams[2] = {};
   for (cudaStream_t& stream : streams) {
     HYDRA_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
-  fake_cuda::set_delays(2e-4, static_cast<std::uint64_t>(GetParam()));
+  emulated_cuda::set_delays(2e-4, static_cast<std::uint64_t>(GetParam()));
   {
     Rig rig(streams[0], 3);
     for (int pass = 0; pass < 4; ++pass) {
@@ -104,13 +110,13 @@ TEST_P(CudaPagerJitter, ComputeReadsWhatTheHostHoldsWhateverStreamItRunsOn) {
     forget_cuda_error(cudaStreamDestroy(stream));
   }
   compute_stream = nullptr;
-  fake_cuda::reset();
+  emulated_cuda::reset();
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPagerJitter, ::testing::Range(0, 8));
 
 TEST(CudaPager, TheEndOfAPassWaitsForLoadsThatComputeWaitsForOnTheDeviceOnly) {
-  fake_cuda::reset();
+  emulated_cuda::reset();
   cudaStream_t home = nullptr;
   HYDRA_CUDA(cudaStreamCreateWithFlags(&home, cudaStreamNonBlocking));
   compute_stream = home;
@@ -118,7 +124,7 @@ TEST(CudaPager, TheEndOfAPassWaitsForLoadsThatComputeWaitsForOnTheDeviceOnly) {
     Rig rig(home, 3);
     rig.pager.passes().begin(PassKind::kForward);
     Gate gate;
-    fake_cuda::launch(rig.device->to_device_stream(), [&gate] { gate.wait(); });
+    emulated_cuda::launch(rig.device->to_device_stream(), [&gate] { gate.wait(); });
     rig.use(0, AcquireReason::kHook);
     std::atomic<bool> opened{false};
     const std::jthread opener([&] {

@@ -1,4 +1,5 @@
-// The CUDA device on the fake runtime: waits, errors, threads and devices. A GPU would show their faults only by luck.
+// The CUDA device on the emulated runtime: waits, errors, threads and devices. A GPU would show their faults only by
+// luck.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -8,8 +9,8 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/transfer/cuda/cuda_pinner.h"
+#include "emulator/cudart/control.h"
 #include "tests/cpp/cuda/cuda_support.h"
-#include "tests/cpp/cuda/fake_cuda_runtime.h"
 #include "tests/cpp/support.h"
 
 namespace hydra::test {
@@ -17,17 +18,17 @@ namespace {
 
 constexpr Bytes kBytes = 4096;
 
-class CudaDeviceFake : public ::testing::Test {
+class CudaDeviceTest : public ::testing::Test {
  protected:
-  CudaDeviceFake() {
-    fake_cuda::reset();
+  CudaDeviceTest() {
+    emulated_cuda::reset();
     HYDRA_CUDA(cudaStreamCreateWithFlags(&home_, cudaStreamNonBlocking));
     HYDRA_CUDA(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
     compute_stream = home_;
     device_ = make_cuda_device(0, home_);
   }
-  ~CudaDeviceFake() override {
-    fake_cuda::reset();
+  ~CudaDeviceTest() override {
+    emulated_cuda::reset();
     device_.reset();
     forget_cuda_error(cudaStreamDestroy(home_));
     forget_cuda_error(cudaStreamDestroy(side_));
@@ -43,7 +44,7 @@ class CudaDeviceFake : public ::testing::Test {
   /// A kernel that reads the slot late.
   std::shared_ptr<std::vector<std::uint8_t>> read_late(cudaStream_t stream, const void* slot) {
     auto seen = std::make_shared<std::vector<std::uint8_t>>();
-    fake_cuda::launch(stream, [seen, slot] {
+    emulated_cuda::launch(stream, [seen, slot] {
       const auto* bytes = static_cast<const std::uint8_t*>(slot);
       seen->assign(bytes, bytes + kBytes);
     });
@@ -57,11 +58,11 @@ class CudaDeviceFake : public ::testing::Test {
   std::unique_ptr<CudaDevice> device_;
 };
 
-TEST_F(CudaDeviceFake, ComputeWaitsOnTheDeviceForACopyThatIsStillUnderWay) {
+TEST_F(CudaDeviceTest, ComputeWaitsOnTheDeviceForACopyThatIsStillUnderWay) {
   const std::vector<std::uint8_t> source = random_bytes(kBytes, 1);
   void* const slot = device_->slots().allocate(kBytes);
   Gate gate;
-  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
   const TicketPtr ticket = fill(slot, source, {});
   device_->compute_waits(*ticket);
   EXPECT_FALSE(ticket->finished()) << "the host must not have waited";
@@ -73,7 +74,7 @@ TEST_F(CudaDeviceFake, ComputeWaitsOnTheDeviceForACopyThatIsStillUnderWay) {
   device_->slots().release(slot, kBytes);
 }
 
-TEST_F(CudaDeviceFake, ACopyOverASlotWaitsForComputeThatReadsItOnAnyMarkedStream) {
+TEST_F(CudaDeviceTest, ACopyOverASlotWaitsForComputeThatReadsItOnAnyMarkedStream) {
   const std::vector<std::uint8_t> first = random_bytes(kBytes, 2);
   const std::vector<std::uint8_t> second = random_bytes(kBytes, 3);
   for (cudaStream_t stream : {home_, side_}) {
@@ -81,7 +82,7 @@ TEST_F(CudaDeviceFake, ACopyOverASlotWaitsForComputeThatReadsItOnAnyMarkedStream
     void* const slot = device_->slots().allocate(kBytes);
     device_->compute_waits(*fill(slot, first, {device_->record()}));
     Gate gate;
-    fake_cuda::launch(stream, [&gate] { gate.wait(); });
+    emulated_cuda::launch(stream, [&gate] { gate.wait(); });
     const auto seen = read_late(stream, slot);
     const TicketPtr overwritten = fill(slot, second, {device_->record()});
     overwritten->wait_enqueued();
@@ -93,18 +94,18 @@ TEST_F(CudaDeviceFake, ACopyOverASlotWaitsForComputeThatReadsItOnAnyMarkedStream
   }
 }
 
-TEST_F(CudaDeviceFake, ASlotReturnsBehindTheUsesOnSideStreams) {
+TEST_F(CudaDeviceTest, ASlotReturnsBehindTheUsesOnSideStreams) {
   void* const slot = device_->slots().allocate(kBytes);
   compute_stream = side_;
   Gate gate;
-  fake_cuda::launch(side_, [&gate] { gate.wait(); });
+  emulated_cuda::launch(side_, [&gate] { gate.wait(); });
   const FencePtr use = device_->record_use();
   ASSERT_NE(use, nullptr);
   compute_stream = home_;
   EXPECT_EQ(device_->record_use(), nullptr);
   device_->slot_returns(nullptr, {use});
   std::atomic<bool> reused{false};
-  fake_cuda::launch(home_, [&reused] { reused = true; });
+  emulated_cuda::launch(home_, [&reused] { reused = true; });
   EXPECT_FALSE(use->reached());
   EXPECT_FALSE(reused.load());
   gate.open();
@@ -114,12 +115,16 @@ TEST_F(CudaDeviceFake, ASlotReturnsBehindTheUsesOnSideStreams) {
   device_->slots().release(slot, kBytes);
 }
 
-TEST_F(CudaDeviceFake, AnErrorInTheMiddleOfAJobFailsItsTicketOnlyWhenNothingOfItIsInFlight) {
-  const std::vector<std::uint8_t> source(static_cast<std::size_t>(3 * CudaLane::kBatchBytes), 4);
-  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+TEST_F(CudaDeviceTest, AnErrorInTheMiddleOfAJobFailsItsTicketOnlyWhenNothingOfItIsInFlight) {
+  std::vector<std::uint8_t> source(static_cast<std::size_t>(3 * CudaLane::kBatchBytes), 4);
+  void* const place = source.data();
+  const auto bytes = static_cast<Bytes>(source.size());
+  CudaPinner pinner(0);
+  ASSERT_TRUE(pinner.pin(place, bytes));
+  void* const slot = device_->slots().allocate(bytes);
   Gate gate;
-  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
-  fake_cuda::fail("cudaMemcpyAsync", cudaErrorUnknown, 2);
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  emulated_cuda::fail("cudaMemcpyAsync", cudaErrorUnknown, 2);
   const TicketPtr ticket = fill(slot, source, {});
   const std::vector<std::uint8_t> little = random_bytes(10, 5);
   const TicketPtr next = fill(slot, little, {});
@@ -127,26 +132,27 @@ TEST_F(CudaDeviceFake, AnErrorInTheMiddleOfAJobFailsItsTicketOnlyWhenNothingOfIt
   EXPECT_FALSE(ticket->finished());
   gate.open();
   EXPECT_NE(message_of(*ticket).find("cudaMemcpyAsync"), std::string::npos);
+  pinner.unpin(place, bytes);  // the device would fail if it still read them
   EXPECT_NO_THROW(next->wait());
   EXPECT_EQ(device_->to_device().statistics().failures, 1);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-  device_->slots().release(slot, static_cast<Bytes>(source.size()));
+  device_->slots().release(slot, bytes);
 }
 
-TEST_F(CudaDeviceFake, ErrorsSayWhatWasAskedAndWhatThereIs) {
-  fake_cuda::fail("cudaMalloc", cudaErrorMemoryAllocation);
+TEST_F(CudaDeviceTest, ErrorsSayWhatWasAskedAndWhatThereIs) {
+  emulated_cuda::fail("cudaMalloc", cudaErrorMemoryAllocation);
   try {
     device_->slots().allocate(3 * kMiB);
     FAIL() << "nothing was thrown";
   } catch (const OutOfMemory& error) {
     const std::string message = error.what();
     EXPECT_NE(message.find("asked for 3.00 MiB (3145728 bytes)"), std::string::npos) << message;
-    EXPECT_NE(message.find("free of 2.00 GiB"), std::string::npos) << message;
+    EXPECT_NE(message.find("free of 8.00 GiB"), std::string::npos) << message;
   }
 }
 
-TEST_F(CudaDeviceFake, AFenceThatCannotBeRecordedFailsTheCopyThatWaitsForIt) {
-  fake_cuda::fail("cudaEventRecord", cudaErrorUnknown);
+TEST_F(CudaDeviceTest, AFenceThatCannotBeRecordedFailsTheCopyThatWaitsForIt) {
+  emulated_cuda::fail("cudaEventRecord", cudaErrorUnknown);
   const FencePtr fence = device_->record();
   ASSERT_NE(fence, nullptr);
   void* const slot = device_->slots().allocate(kBytes);
@@ -154,25 +160,25 @@ TEST_F(CudaDeviceFake, AFenceThatCannotBeRecordedFailsTheCopyThatWaitsForIt) {
   device_->slots().release(slot, kBytes);
 }
 
-TEST_F(CudaDeviceFake, AnErrorThatSurfacesAtTheEndOfACopyTravelsInItsTicket) {
-  fake_cuda::fail("cudaEventSynchronize", cudaErrorUnknown);
+TEST_F(CudaDeviceTest, AnErrorThatSurfacesAtTheEndOfACopyTravelsInItsTicket) {
+  emulated_cuda::fail("cudaEventSynchronize", cudaErrorUnknown);
   void* const slot = device_->slots().allocate(kBytes);
   EXPECT_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait(), TransferError);
   EXPECT_NO_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait());
   device_->slots().release(slot, kBytes);
 }
 
-TEST_F(CudaDeviceFake, UseInsideACaptureIsRefused) {
+TEST_F(CudaDeviceTest, UseInsideACaptureIsRefused) {
   EXPECT_NO_THROW(device_->expect_usable());
-  fake_cuda::set_capturing(home_, true);
+  emulated_cuda::set_capturing(home_, true);
   EXPECT_THROW(device_->expect_usable(), StateError);
 }
 
-TEST_F(CudaDeviceFake, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
+TEST_F(CudaDeviceTest, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
   const std::vector<std::uint8_t> source(static_cast<std::size_t>(12 * CudaLane::kBatchBytes), 8);
   void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
   Gate gate;
-  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
   std::vector<int> order;
   Job slow = copy_job(slot, source);
   slow.after = [&order] { order.push_back(2); };
@@ -188,7 +194,7 @@ TEST_F(CudaDeviceFake, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
   device_->slots().release(slot, static_cast<Bytes>(source.size()));
 }
 
-TEST_F(CudaDeviceFake, EveryCallIsMadeOnTheDeviceOfTheBackend) {
+TEST_F(CudaDeviceTest, EveryCallIsMadeOnTheDeviceOfTheBackend) {
   const std::vector<std::uint8_t> source = random_bytes(kBytes, 9);
   {
     const CudaDeviceGuard guard(1);
@@ -213,17 +219,17 @@ TEST_F(CudaDeviceFake, EveryCallIsMadeOnTheDeviceOfTheBackend) {
     forget_cuda_error(cudaStreamSynchronize(other_home));
     compute_stream = home_;
   }
-  EXPECT_FALSE(fake_cuda::wrong_device());
+  EXPECT_FALSE(emulated_cuda::wrong_device());
 }
 
-TEST_F(CudaDeviceFake, CopiesAreInTheActivityLogByTheDevicesClockHoweverLateTheHostSeesThem) {
+TEST_F(CudaDeviceTest, CopiesAreInTheActivityLogByTheDevicesClockHoweverLateTheHostSeesThem) {
   const std::vector<std::uint8_t> source = random_bytes(kBytes, 4);
   void* const slot = device_->slots().allocate(kBytes);
   fill(slot, source, {})->wait();  // the log is off
   device_->activity().start(100);
-  fake_cuda::set_delays(0.002, 3);
+  emulated_cuda::set_delays(0.002, 3);
   Gate gate;
-  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
   std::vector<TicketPtr> tickets;
   for (std::int32_t block = 0; block < static_cast<std::int32_t>(CudaLane::kInFlight); ++block) {
     Job job = copy_job(slot, source);
@@ -251,7 +257,7 @@ TEST_F(CudaDeviceFake, CopiesAreInTheActivityLogByTheDevicesClockHoweverLateTheH
   device_->slots().release(slot, kBytes);
 }
 
-TEST_F(CudaDeviceFake, ALongCopyIsOneActivity) {
+TEST_F(CudaDeviceTest, ALongCopyIsOneActivity) {
   const std::vector<std::uint8_t> source(static_cast<std::size_t>(2 * CudaLane::kBatchBytes + 7), 4);
   void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
   device_->activity().start(100);
@@ -262,9 +268,9 @@ TEST_F(CudaDeviceFake, ALongCopyIsOneActivity) {
   device_->slots().release(slot, static_cast<Bytes>(source.size()));
 }
 
-TEST_F(CudaDeviceFake, NoStreamAndNoEventIsLeftBehind) {
-  const int streams = fake_cuda::streams();
-  const int events = fake_cuda::events();
+TEST_F(CudaDeviceTest, NoStreamAndNoEventIsLeftBehind) {
+  const int streams = emulated_cuda::streams();
+  const int events = emulated_cuda::events();
   FencePtr outlives;
   {
     const auto other = make_cuda_device(0, home_);
@@ -273,14 +279,14 @@ TEST_F(CudaDeviceFake, NoStreamAndNoEventIsLeftBehind) {
       other->to_device().submit({})->wait();
     }
   }
-  EXPECT_EQ(fake_cuda::streams(), streams);
-  EXPECT_GT(fake_cuda::events(), events);
+  EXPECT_EQ(emulated_cuda::streams(), streams);
+  EXPECT_GT(emulated_cuda::events(), events);
   outlives->wait();
   outlives.reset();
-  EXPECT_EQ(fake_cuda::events(), events);
+  EXPECT_EQ(emulated_cuda::events(), events);
 }
 
-TEST_F(CudaDeviceFake, AForkedChildLeavesTheParentsPinsAlone) {
+TEST_F(CudaDeviceTest, AForkedChildLeavesTheParentsPinsAlone) {
   CudaPinner pinner(0);
   std::vector<char> region(4096);
   ASSERT_TRUE(pinner.pin(region.data(), kBytes));
@@ -288,19 +294,19 @@ TEST_F(CudaDeviceFake, AForkedChildLeavesTheParentsPinsAlone) {
   if (child == 0) {
     pinner.unpin(region.data(), kBytes);
     const bool refused = !pinner.pin(region.data() + 1, 1);
-    ::_exit(fake_cuda::registrations() == 1 && refused ? 0 : 1);
+    ::_exit(emulated_cuda::registrations() == 1 && refused ? 0 : 1);
   }
   int status = -1;
   ::waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
   pinner.unpin(region.data(), kBytes);
-  EXPECT_EQ(fake_cuda::registrations(), 0);
+  EXPECT_EQ(emulated_cuda::registrations(), 0);
 }
 
-TEST_F(CudaDeviceFake, APinThatTheDriverRefusesLeavesTheArenaPageable) {
+TEST_F(CudaDeviceTest, APinThatTheDriverRefusesLeavesTheArenaPageable) {
   CudaPinner pinner(0);
   HostArena arena(&pinner);
-  fake_cuda::fail("cudaHostRegister", cudaErrorMemoryAllocation);
+  emulated_cuda::fail("cudaHostRegister", cudaErrorMemoryAllocation);
   void* const pageable = arena.allocate(5000);
   void* const pinned = arena.allocate(5000);
   EXPECT_EQ(arena.pageable_bytes(), 8192);
@@ -308,7 +314,7 @@ TEST_F(CudaDeviceFake, APinThatTheDriverRefusesLeavesTheArenaPageable) {
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   arena.release(pageable, 5000);
   arena.release(pinned, 5000);
-  EXPECT_EQ(fake_cuda::registrations(), 0);
+  EXPECT_EQ(emulated_cuda::registrations(), 0);
 }
 
 }  // namespace

@@ -1,0 +1,7 @@
+"""Tests of the emulated machine are collected only where it runs: `make emulated-test`."""
+
+from __future__ import annotations
+
+import sys
+
+collect_ignore = [] if "emulated_cuda" in sys.modules else ["test_machine.py", "test_operators.py"]
