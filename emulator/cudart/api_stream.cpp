@@ -16,7 +16,8 @@ cudaError_t create(cudaStream_t* stream, unsigned flags, int priority) {
   if (flags != cudaStreamNonBlocking) {
     return cudaErrorInvalidValue;
   }
-  *stream = Machine::get().add_stream(std::clamp(priority, kGreatestPriority, kLeastPriority));
+  Machine& machine = Machine::get();
+  *stream = machine.streams.add(machine.current(), std::clamp(priority, kGreatestPriority, kLeastPriority));
   return cudaSuccess;
 }
 

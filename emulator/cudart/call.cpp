@@ -17,7 +17,7 @@ cudaError_t begin_call(const char* name, unsigned traits) {
       fault != cudaSuccess && (traits & (kUsesThread | kGivesBack)) == 0) {
     return fault;
   }
-  if ((traits & kUnsafeInCapture) != 0 && machine.capturing() &&
+  if ((traits & kUnsafeInCapture) != 0 && machine.streams.capturing() &&
       this_thread().capture_mode == cudaStreamCaptureModeGlobal) {
     return cudaErrorStreamCaptureUnsupported;
   }

@@ -1,5 +1,5 @@
-// What every call of the runtime does besides its work: it is counted, refused in a forked child or on a failed
-// device, fails as scripted, and leaves its error as the thread's last one.
+// What every call of the runtime does besides its work. It is counted, and fails as scripted. It is refused in a forked
+// child and on a failed device. Its error becomes the thread's last one. No exception leaves it. Thread-safe.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -15,7 +15,9 @@ void configure(const MachineOptions& options) { Machine::get().configure(options
 
 void reset() { Machine::get().reset(); }
 
-void set_delays(double longest_seconds, std::uint64_t seed) { Machine::get().set_delays(longest_seconds, seed); }
+void set_delays(double longest_seconds, std::uint64_t seed) {
+  Machine::get().streams.set_delays(longest_seconds, seed);
+}
 
 // ---- work -----------------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,12 @@ void fail(const std::string& call, cudaError_t error, int successes) {
 
 void set_fault(int device, cudaError_t error) { Machine::get().set_fault(device, error); }
 
-void set_capturing(cudaStream_t stream, bool capturing) { Machine::get().set_capturing(stream, capturing); }
+void set_capturing(cudaStream_t stream, bool capturing) {
+  Machine& machine = Machine::get();
+  if (const auto known = machine.find_stream(stream)) {
+    machine.streams.set_capturing(*known, capturing);
+  }
+}
 
 // ---- counts ---------------------------------------------------------------------------------------------------------
 

@@ -45,60 +45,30 @@ void Machine::configure(const MachineOptions& options) {
 }
 
 void Machine::reset() {
-  std::vector<std::shared_ptr<Stream>> streams_now = all_streams();
+  std::vector<std::shared_ptr<Stream>> running = streams.all();
   Garbage garbage;
   {
     const std::lock_guard lock(mutex_);
     garbage = std::exchange(garbage_, {});
   }
-  streams_now.insert(streams_now.end(), garbage.streams.begin(), garbage.streams.end());
-  for (const auto& stream : streams_now) {
+  running.insert(running.end(), garbage.streams.begin(), garbage.streams.end());
+  for (const auto& stream : running) {
     stream->drain();
-    stream->capturing() = false;
+    streams.set_capturing(*stream, false);
   }
   for (const auto& release : garbage.releases) {
     release();
   }
-  capturing_ = 0;
   wrong_device = false;
   script.clear();
-  set_delays(0.0, 0);
+  streams.set_delays(0.0, 0);
   for (const auto& device : devices_) {
     device->fault = cudaSuccess;
   }
 }
 
-// ---- streams --------------------------------------------------------------------------------------------------------
-
-std::shared_ptr<Stream> Machine::make_stream(int device, int number, int priority) {
-  auto stream = std::make_shared<Stream>(device, number, priority, this->device(device).fault);
-  stream->set_delays(delays_.longest_seconds, delays_.seed);
-  return stream;
-}
-
-cudaStream_t Machine::add_stream(int priority) {
-  const std::lock_guard lock(mutex_);
-  // The lowest number that is free: then a test's delays do not depend on the tests before it.
-  int number = kMostDevices;
-  while (numbers_.contains(number)) {
-    ++number;
-  }
-  const cudaStream_t handle = streams.add(make_stream(this_thread().device, number, priority));
-  numbers_.insert(number);
-  return handle;
-}
-
-std::shared_ptr<Stream> Machine::default_stream(int device) {
-  const std::lock_guard lock(mutex_);
-  std::shared_ptr<Stream>& stream = default_streams_.at(static_cast<std::size_t>(device));
-  if (!stream) {
-    stream = make_stream(device, device, 0);
-  }
-  return stream;
-}
-
 std::shared_ptr<Stream> Machine::find_stream(cudaStream_t handle) {
-  return handle == nullptr ? default_stream(this_thread().device) : streams.find(handle);
+  return handle == nullptr ? streams.default_of(current()) : streams.find(handle);
 }
 
 cudaError_t Machine::destroy_stream(cudaStream_t handle) {
@@ -110,57 +80,25 @@ cudaError_t Machine::destroy_stream(cudaStream_t handle) {
   if (!stream) {
     return cudaErrorInvalidResourceHandle;
   }
-  if (stream->capturing().exchange(false)) {
-    --capturing_;
-  }
-  const std::lock_guard lock(mutex_);
-  numbers_.erase(stream->number());
   if (!stream->idle()) {  // only of a failed device
+    const std::lock_guard lock(mutex_);
     garbage_.streams.push_back(std::move(stream));
   }
   return cudaSuccess;
 }
 
-std::vector<std::shared_ptr<Stream>> Machine::all_streams(int device) {
-  std::vector<std::shared_ptr<Stream>> found = streams.all();
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& stream : default_streams_) {
-      if (stream) {
-        found.push_back(stream);
-      }
-    }
-  }
-  if (device >= 0) {
-    std::erase_if(found, [device](const auto& stream) { return stream->device() != device; });
-  }
-  return found;
-}
-
 void Machine::wait_for(const Device& device) {
-  for (const auto& stream : all_streams(device.number)) {
+  for (const auto& stream : streams.all(device.number)) {
     stream->wait();
   }
 }
-
-void Machine::set_delays(double longest_seconds, std::uint64_t seed) {
-  {
-    const std::lock_guard lock(mutex_);
-    delays_ = {.longest_seconds = longest_seconds, .seed = seed};
-  }
-  for (const auto& stream : all_streams()) {
-    stream->set_delays(longest_seconds, seed);
-  }
-}
-
-// ---- failures and captures ------------------------------------------------------------------------------------------
 
 void Machine::set_fault(int device, cudaError_t error) {
   cudaError_t none = cudaSuccess;
   if (!this->device(device).fault.compare_exchange_strong(none, error)) {
     return;  // the first one stays
   }
-  for (const auto& stream : all_streams(device)) {
+  for (const auto& stream : streams.all(device)) {
     stream->drop();
   }
 }
@@ -179,11 +117,75 @@ cudaError_t Machine::give_back(int device, std::function<cudaError_t(DeviceMemor
   return owner.fault;
 }
 
-void Machine::set_capturing(cudaStream_t handle, bool capturing) {
-  const std::shared_ptr<Stream> stream = find_stream(handle);
-  if (stream && stream->capturing().exchange(capturing) != capturing) {
+// ---- streams --------------------------------------------------------------------------------------------------------
+
+cudaStream_t StreamTable::add(Device& device, int priority) {
+  const std::lock_guard lock(mutex_);
+  // The lowest number that is free: then a test's delays do not depend on the tests before it.
+  int number = kMostDevices;
+  while (numbers_.contains(number)) {
+    ++number;
+  }
+  const cudaStream_t handle = streams_.add(make(device, number, priority));
+  numbers_.insert(number);
+  return handle;
+}
+
+std::shared_ptr<Stream> StreamTable::default_of(Device& device) {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<Stream>& stream = default_streams_.at(static_cast<std::size_t>(device.number));
+  if (!stream) {
+    stream = make(device, device.number, 0);
+  }
+  return stream;
+}
+
+std::shared_ptr<Stream> StreamTable::remove(cudaStream_t handle) {
+  std::shared_ptr<Stream> stream = streams_.remove(handle);
+  if (stream) {
+    set_capturing(*stream, false);
+    const std::lock_guard lock(mutex_);
+    numbers_.erase(stream->number());
+  }
+  return stream;
+}
+
+std::vector<std::shared_ptr<Stream>> StreamTable::all(int device) const {
+  std::vector<std::shared_ptr<Stream>> found = streams_.all();
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& stream : default_streams_) {
+      if (stream) {
+        found.push_back(stream);
+      }
+    }
+  }
+  if (device >= 0) {
+    std::erase_if(found, [device](const auto& stream) { return stream->device() != device; });
+  }
+  return found;
+}
+
+void StreamTable::set_delays(double longest_seconds, std::uint64_t seed) {
+  {
+    const std::lock_guard lock(mutex_);
+    delays_ = {.longest_seconds = longest_seconds, .seed = seed};
+  }
+  for (const auto& stream : all()) {
+    stream->set_delays(longest_seconds, seed);
+  }
+}
+
+void StreamTable::set_capturing(Stream& stream, bool capturing) {
+  if (stream.capturing().exchange(capturing) != capturing) {
     capturing_ += capturing ? 1 : -1;
   }
+}
+
+std::shared_ptr<Stream> StreamTable::make(Device& device, int number, int priority) {
+  auto stream = std::make_shared<Stream>(device.number, number, priority, device.fault);
+  stream->set_delays(delays_.longest_seconds, delays_.seed);
+  return stream;
 }
 
 }  // namespace emulated_cuda::cudart

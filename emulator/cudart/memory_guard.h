@@ -1,5 +1,4 @@
-// The addresses of all devices, the protection key of their memory, the names of its bytes, and the end of a process
-// whose host thread touches it.
+// The addresses of all devices, the protection key of their memory, and the names of its bytes.
 //
 // A thread without the key that touches device memory gets SIGSEGV. The handler writes one line, and leaves the signal
 // to the handler that was there before. It is installed with the first device's addresses, and stays. Without

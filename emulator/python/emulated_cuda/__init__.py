@@ -7,6 +7,7 @@ machine, or look at it. Sizes are bytes, times seconds.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -17,6 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from emulated_cuda._machine import (
+        allocations,
+        calls,
+        configure,
+        device_of,
+        events,
+        fail,
+        fault_message,
+        memory_is_guarded,
+        operator_calls,
+        registrations,
+        reset,
+        set_delays,
+        set_fault,
+        streams,
+        wrong_device,
+    )
 
 __all__ = [
     "load",
@@ -104,11 +123,11 @@ def is_loaded() -> bool:
     return "emulated_cuda._machine" in sys.modules
 
 
-def __getattr__(name: str) -> Any:
-    """The functions of the machine: it needs torch."""
-    if name not in _MACHINE:
-        raise AttributeError(f"module 'emulated_cuda' has no attribute {name!r}")
-    load()
-    from emulated_cuda import _machine
+if not TYPE_CHECKING:
 
-    return getattr(_machine, name)
+    def __getattr__(name: str) -> Any:
+        """The functions of the machine, which needs torch."""
+        if name not in _MACHINE:
+            raise AttributeError(f"module 'emulated_cuda' has no attribute {name!r}")
+        load()
+        return getattr(importlib.import_module("emulated_cuda._machine"), name)

@@ -13,7 +13,6 @@ from typing import Any
 from emulated_cuda import _machine
 
 _ARCHITECTURES = "sm_80 sm_90"
-_CUDA = 1  # torch's number for the type of device
 
 
 class _DeviceProperties:
@@ -35,8 +34,8 @@ class _Error(enum.IntEnum):
     success = 0
 
 
-def _stream_base(base: type) -> type:
-    class _CudaStreamBase(base):
+def _stream_base(base: Any) -> type:
+    class _CudaStreamBase(base):  # type: ignore[misc]
         def __new__(
             cls,
             priority: int = 0,
@@ -68,8 +67,8 @@ def _stream_base(base: type) -> type:
     return _CudaStreamBase
 
 
-def _event_base(base: type) -> type:
-    class _CudaEventBase(base):
+def _event_base(base: Any) -> type:
+    class _CudaEventBase(base):  # type: ignore[misc]
         def __new__(
             cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
         ) -> Any:
@@ -79,7 +78,7 @@ def _event_base(base: type) -> type:
 
         @property
         def cuda_event(self) -> int:
-            return self.event_id
+            return int(self.event_id)
 
         def elapsed_time(self, end_event: Any) -> float:
             if not (self.cuda_event and end_event.cuda_event):
@@ -128,10 +127,9 @@ def _initialize() -> None:
     import torch
 
     _machine.initialize()
-    count = _machine.device_count()
-    torch.cuda.default_generators = tuple(_machine.default_generator(index) for index in range(count))
-    torch.cuda._get_device_properties = lambda index: _DeviceProperties(_machine.properties(index))
-    torch.cuda.has_half = True
+    module: Any = torch.cuda
+    module.default_generators = tuple(_machine.default_generator(index) for index in range(_machine.device_count()))
+    module._get_device_properties = lambda index: _DeviceProperties(_machine.properties(index))
 
 
 def _memory_snapshot(_pool: object = None) -> dict[str, Any]:

@@ -38,15 +38,26 @@ def _delay(config: pytest.Config) -> float:
     return float(config.getoption("--delay"))
 
 
+def _fault() -> str:
+    """Why a device has failed; empty if none has. Waits for all work."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        try:
+            torch.cuda.synchronize(index)
+        except RuntimeError as error:
+            return emulated_cuda.fault_message() or str(error)
+    return ""
+
+
 @pytest.fixture(autouse=True)
 def _emulated_machine(request: pytest.FixtureRequest) -> Iterator[None]:
     emulated_cuda.reset()
     emulated_cuda.set_delays(_delay(request.config), int(request.config.getoption("--delay-seed")))
     yield
-    message = emulated_cuda.fault_message()
-    wrong_device = emulated_cuda.wrong_device()
+    fault, wrong_device = _fault(), emulated_cuda.wrong_device()
     emulated_cuda.reset()
-    if message:
-        pytest.fail(f"a kernel failed on a stream: {message}")
+    if fault:
+        pytest.fail(f"a device failed: {fault}")
     if wrong_device:
         pytest.fail("a stream or an event was used while another device than its own was current")
