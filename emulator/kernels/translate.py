@@ -92,6 +92,10 @@ def _tokens(text: str, path: str) -> Iterator[Token]:
         line += found.count("\n")
 
 
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 @dataclass
 class _Translation:
     text: str
@@ -115,7 +119,7 @@ class _Translation:
                 if not in_device_code[at]:
                     raise self.refusal(at, "a __shared__ variable outside of device code")
                 self.translate_shared(at)
-        return f'#include "emulator/kernels/device.h"\n#line 1 {json.dumps(self.path)}\n{self.edited()}'
+        return f'#include "emulator/kernels/device.h"\n#line 1 {_quoted(self.path)}\n{self.edited()}'
 
     def edited(self) -> str:
         parts, at = [], 0
@@ -227,7 +231,7 @@ class _Translation:
         ).strip()
         first, last = self.tokens[begin].begin, self.tokens[at + 2].end
         lines = "\n" * self.text.count("\n", first, last)
-        call = f"{_NAMESPACE}launch_kernel({json.dumps(name)}, {_NAMESPACE}Configuration("
+        call = f"{_NAMESPACE}launch_kernel({_quoted(name)}, {_NAMESPACE}Configuration("
         self.edits.append((first, last, call + lines))
         self.edits.append((self.tokens[close].begin, self.tokens[close + 2].end, ")"))
         comma = ", " if self.closer(arguments) > arguments + 1 else ""
@@ -249,7 +253,8 @@ class _Translation:
         if not self.is_word(place):
             raise self.refusal(at, "the name of a kernel has to stand before <<<")
         while self.sign(place - 1) == ":" and self.sign(place - 2) == ":":
-            place -= 3 if self.is_word(place - 3) else 2
+            qualified = self.is_word(place - 3) and self.tokens[place - 3].text not in ("do", "else", "return")
+            place -= 3 if qualified else 2
         return place
 
     def configuration(self, at: int) -> tuple[int, list[int]]:

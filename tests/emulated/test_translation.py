@@ -94,6 +94,11 @@ def test_launches(launch: str, name: str, settings: str, arguments: str) -> None
     assert re.sub(r"\s+", " ", found) == re.sub(r"\s+", " ", f"void f() {{ {wanted} }}")
 
 
+def test_a_global_name_is_not_part_of_the_keyword_before_it() -> None:
+    found = translated("void f() { if (a) b(); else ::k<<<1, 2>>>(); }")
+    assert f'else {LAUNCH}"::k", {SETTINGS}1, 2), ::k);' in found
+
+
 def test_lines_inside_a_launch_stay() -> None:
     text = "void f() {\n  k<int,\n    3><<<1, // blocks >>>\n    2,\n\n    0>>>(\n    a,  /* ) */\n    b);\n  g();\n}\n"
     found = translated(text)
