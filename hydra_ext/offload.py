@@ -183,9 +183,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         return discover(self._model, largest_bytes=largest, modules=blocks)
 
     def _check_budget(self) -> None:
+        """Checks the budget against the largest block, which :meth:`__enter__` checks again on its device."""
         sizes = {block.name: _slot_bytes(block.parameters, self._param_dtype) for block in self._layout.blocks}
         buffers = buffer_bytes(self._model)
-        name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+        name, size = self._largest = max(sizes.items(), key=lambda item: item[1], default=("", 0))
         smallest = size + buffers
         if smallest > self._budget:
             raise BudgetTooSmall(
@@ -203,6 +204,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
+        self._place.expect_room(self._budget, *self._largest)
         replicas = self._meet_others()
         arena = self._place.make_arena()
         backend = self._place.make_backend()

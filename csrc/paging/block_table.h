@@ -36,8 +36,6 @@ class BlockTable {
   const std::vector<std::unique_ptr<PagedBlock>>& all() const noexcept { return blocks_; }
 
   Lock lock() const { return Lock(mutex_); }
-  /// Never waits. The result owns no lock if another thread has the mutex.
-  Lock try_lock() const { return Lock(mutex_, std::try_to_lock); }
   /// Sleeps until note_change(). May wake without a change.
   void wait_for_change(Lock& lock) { changed_->wait(lock); }
   /// Wakes the threads that wait: a block's state has changed, or the table was closed.

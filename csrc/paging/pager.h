@@ -57,9 +57,7 @@ class Pager {
   void release(std::int32_t block, AcquireReason reason) noexcept;
 
   /// See SlotSupply::evict_one().
-  bool evict_one(bool may_wait) { return supply_.evict_one(may_wait); }
-  /// See SlotSupply::could_evict().
-  bool could_evict() const { return supply_.could_evict(); }
+  bool evict_one() { return supply_.evict_one(); }
   /// Closes the pager for good: forgets all pins, waits for the lanes, returns every slot. Threads that are about to
   /// get a slot throw StateError.
   void close() noexcept;

@@ -91,7 +91,8 @@ Passes::Plan Passes::plan(const Lock& /*lock*/) {
     settled += is_settled ? block->place.bytes() : 0;
     beside += is_settled ? block->truth.beside() : 0;
   }
-  std::vector<Use> future = trace_.future(ledger_.limit() - beside, activations_.gradient_reserve, blocks.size());
+  std::vector<Use> future =
+      trace_.future(ledger_.limit() - activations_.slack - beside, activations_.gradient_reserve, blocks.size());
   if (future.empty()) {
     return {};
   }

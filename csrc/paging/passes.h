@@ -23,8 +23,10 @@ struct ActivationRoom {
   /// Returns the most that activations took since its last call. If empty, the ledger's count is used, with the
   /// gradients of Passes::note_leaving().
   std::function<Bytes()> meter{};
-  /// Room that plans leave free for gradients on their way out, where waiting for them would come too late.
+  /// Room that plans leave free for gradients on their way out, where the meter counts them as activations.
   Bytes gradient_reserve = 0;
+  /// Room that plans leave free because the device's allocator may not be able to use all memory.
+  Bytes slack = 0;
 };
 
 class Passes {

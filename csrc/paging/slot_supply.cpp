@@ -124,20 +124,17 @@ void SlotSupply::trim(Bytes room) {
   }
 }
 
-bool SlotSupply::evict_one(bool may_wait) {
+bool SlotSupply::evict_one() {
   if (!table_.home().here()) {
     return false;
   }
-  if (may_wait && relief_.reliever && relief_.reliever()) {
+  if (relief_.reliever && relief_.reliever()) {
     return true;
   }
   for (;;) {
     Slot slot;
     {
-      const Lock lock = may_wait ? table_.lock() : table_.try_lock();
-      if (!lock.owns_lock()) {
-        return false;
-      }
+      const Lock lock = table_.lock();
       slot = evict_victim(lock, /*spare_wanted=*/false);
       if (slot.memory != nullptr) {
         ++table_.statistics(lock).spills;
@@ -147,15 +144,10 @@ bool SlotSupply::evict_one(bool may_wait) {
       give_back(slot);
       return true;
     }
-    if (!may_wait || !wait_for_movable()) {
-      return may_wait && relief_.last_resort && relief_.last_resort();
+    if (!wait_for_movable()) {
+      return relief_.last_resort && relief_.last_resort();
     }
   }
-}
-
-bool SlotSupply::could_evict() const {
-  const Lock lock = table_.lock();
-  return victim(lock, /*spare_wanted=*/false) != nullptr;
 }
 
 }  // namespace hydra

@@ -5,8 +5,8 @@
 // evicted. Owns no memory. A slot returns by give_back(), or changes hands when its block is evicted.
 //
 // Threads: any; the table's mutex. The thread that holds it allocates and releases no memory, waits for no lane, and
-// calls no function of Relief. So evict_one() may be called from inside an allocation. Calls may block, except
-// could_evict() and evict_one() if it may not wait. Sizes are bytes.
+// calls no function of Relief. So evict_one() may be called from inside an allocation. Calls may block. Sizes are
+// bytes.
 #pragma once
 
 #include <functional>
@@ -59,11 +59,8 @@ class SlotSupply {
   void trim(Bytes room);
 
   /// Makes room for an allocation outside the pager, from inside that allocation: calls the reliever, or evicts one
-  /// unpinned block. False if no room can be made. `may_wait`: if false, the call never blocks, and evicts only a block
-  /// that neither a lane nor another thread holds.
-  bool evict_one(bool may_wait);
-  /// Whether evict_one(false) would find a block to evict now.
-  bool could_evict() const;
+  /// unpinned block, or calls the last resort. False if no room can be made.
+  bool evict_one();
 
  private:
   using Lock = BlockTable::Lock;

@@ -16,11 +16,13 @@
 
 namespace hydra {
 
-/// A run's budget and its way to evict blocks, for the backend.
+/// A run's budget and its way to make room, for the backend.
 struct MemoryClient {
   Bytes budget = 0;
-  /// Evicts one block without blocking. Returns false if no block can be evicted.
-  std::function<bool()> evict_one;
+  /// Frees some memory of the run's on the device. May block. Returns false if none can be freed.
+  std::function<bool()> make_room;
+  /// Says where the run is, what it holds, and what helps: the second half of an out-of-memory message.
+  std::function<std::string()> explain;
 };
 
 class DeviceBackend {
@@ -38,6 +40,10 @@ class DeviceBackend {
   /// Slot memory, which is charged to no ledger. Reuse is immediate: compute enqueued before allocate() may still read
   /// the memory it returns, so a lane that writes to the memory waits for record().
   virtual Resource& slots() noexcept = 0;
+  /// The bytes that a slot of `bytes` takes on the device.
+  virtual Bytes slot_bytes(Bytes bytes) const noexcept { return bytes; }
+  /// The part of a budget that plans leave free, because the device's allocator may not be able to use it.
+  virtual Bytes slack(Bytes /*budget*/) const noexcept { return 0; }
   virtual Lane& to_device() noexcept = 0;
   virtual Lane& to_host() noexcept = 0;
 
@@ -60,12 +66,11 @@ class DeviceBackend {
   /// Serves a run until the result is destroyed: keeps memory that the engine does not allocate within the run's
   /// budget. Null if the ledger sees every byte.
   virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }
+  /// What the device's allocator holds now, for messages. Empty if the ledger sees every byte.
+  virtual std::string describe_memory() const { return {}; }
   /// A function that returns the peak of bytes allocated outside of slots() since its last call. Empty if the ledger
   /// sees every byte.
   virtual std::function<Bytes()> activation_meter() { return {}; }
-  /// Whether allocations outside of the engine are close to failing under this budget, on backends that cannot wait for
-  /// the client at such a failure.
-  virtual bool crowded(Bytes /*budget*/) const { return false; }
   /// The bytes per second that optimizer steps on the host may read and write; 0 sets no limit.
   virtual double host_memory_bytes_per_second() const noexcept { return 0.0; }
   /// Tells that the calling thread has enqueued compute that reads these bytes. Some backends check such reads.

@@ -7,10 +7,15 @@ import torch
 
 from hydra_ext import codec
 from hydra_ext.errors import DamagedStream
+from support.gpu import EMULATED
 from support.stash.compressed import assert_kept
 
 SHAPES = [(), (0,), (1,), (31,), (32,), (33,), (1024,), (32 * 1024 + 1,), (3, 70_001), (2, 64, 56, 56)]
 PART = 48  # a stream's header
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def contents(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -27,16 +32,19 @@ def contents(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tens
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", codec.DTYPES, ids=str)
 def test_streams_are_the_same_both_ways(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    for name, tensor in contents(shape, dtype).items():
-        for error_bound in (0.0, 1e-6, 0.01, 0.3, 1e5):
-            for keep_signs, fast in ((False, False), (False, True), (True, False)):
+    bounds, modes = (0.0, 1e-6, 0.01, 0.3, 1e5), ((False, False), (False, True), (True, False))
+    for row, (name, tensor) in enumerate(contents(shape, dtype).items()):
+        for column, error_bound in enumerate(bounds):
+            for depth, (keep_signs, fast) in enumerate(modes):
+                if EMULATED and tensor.numel() > 10_000 and (row + column + depth) % 5 > 0:
+                    continue  # each bound with each mode and each content, not all three together
                 how = {"error_bound": error_bound, "keep_signs": keep_signs, "fast": fast}
                 here, there = codec.compress(tensor, **how), codec.compress(tensor.cuda(), **how)
                 assert there.to_bytes() == here.to_bytes(), (name, how)
                 back = codec.decompress(there)
                 assert back.is_cuda
                 assert_kept(tensor, back.cpu(), here)
-                assert back.cpu().view(torch.uint8).equal(codec.decompress(here).view(torch.uint8)), (name, how)
+                assert bits(back.cpu()).equal(bits(codec.decompress(here))), (name, how)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -54,9 +62,10 @@ def test_every_pattern_of_sixteen_bits_alone_in_its_block(dtype: torch.dtype) ->
 
 def test_random_patterns_of_fp32() -> None:
     generator = torch.Generator().manual_seed(4)
-    numbers = torch.randint(-(2**31), 2**31, (2**24,), generator=generator, dtype=torch.int32)
-    alone = torch.zeros(2**19, 32, dtype=torch.int32)
-    alone[:, 3] = numbers[: 2**19]
+    count = 2**18 if EMULATED else 2**24
+    numbers = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int32)
+    alone = torch.zeros(count // 32, 32, dtype=torch.int32)
+    alone[:, 3] = numbers[: count // 32]
     for tensor in (numbers.view(torch.float32), alone.view(torch.float32)):
         for error_bound in (1e-30, 1e-3, 10.0):
             here = codec.compress(tensor, error_bound=error_bound)

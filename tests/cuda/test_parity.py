@@ -46,12 +46,15 @@ def batches(width: int, count: int = 5) -> list[torch.Tensor]:
     ("make", "width"), [(mlp, 1023), (wide, 2560), (Checkpointed, 2048)], ids=["odd_sizes", "beyond", "checkpointed"]
 )
 @pytest.mark.parametrize("seed", [None, 1, 2], ids=["plain", "jitter_1", "jitter_2"])
-def test_training_gives_what_plain_pytorch_gives(make: type[nn.Module], width: int, seed: int | None) -> None:
+@pytest.mark.parametrize("poison", [True, False], ids=["poisoned", "as_it_is"])
+def test_training_gives_what_plain_pytorch_gives(
+    make: type[nn.Module], width: int, seed: int | None, poison: bool
+) -> None:
     model = make()
     data = batches(width)
     expected = train_plain(model, data, mean_of_squares)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with offloaded(model, optimizer, budget=BUDGET) as run:
+    with offloaded(model, optimizer, budget=BUDGET, poison=poison) as run:
         if seed is None:
             found = train(model, optimizer, data, mean_of_squares)
         else:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
+from hydra_ext.runtime.placement import devices
+from support.gpu import on_stream
 from support.stash.stashed import assert_empty, assert_same, gradients
 
 LAYERS = (nn.Linear, nn.Conv2d)
@@ -88,3 +90,36 @@ def test_indices_of_pools_come_back(options: dict[str, int], channels_last: bool
         loss = pool(x * 1).sin().sum()
     assert_same(list(torch.autograd.grad(loss, [x])), list(expected))
     assert stash.report().compressed >= 1
+
+
+def test_streams_that_share_a_saved_tensor_all_wait_for_it() -> None:
+    """Backward reads it on both, and first where nothing else waits. Its copy is late, and memory is used again."""
+    home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.randn(512, 512, device="cuda").requires_grad_()
+
+    def loss_of() -> Tensor:
+        shared = (x * 1).relu()
+        side.wait_stream(home)
+        with torch.cuda.stream(side):
+            there = shared * shared
+        here = shared.cos() * shared
+        home.wait_stream(side)
+        return (here + there).sum()
+
+    (expected,) = torch.autograd.grad(loss_of(), [x])
+    expected = expected.cpu()
+    place = devices.choose("cuda")
+    stash = hydra_ext.stash(hydra_ext.Offload(), device=place)
+    for _ in range(5):
+        with stash:
+            loss = loss_of()
+        stash.report()  # waits until all has left
+        for stream in (home, side):
+            with torch.cuda.stream(stream):
+                noise = [torch.full((512, 512), float("nan"), device="cuda") for _ in range(8)]
+                del noise
+        with on_stream(place._backend.to_device_stream):  # type: ignore[attr-defined]
+            torch.cuda._sleep(400_000_000)
+        (found,) = torch.autograd.grad(loss, [x])
+        assert torch.equal(found.cpu(), expected)
+    assert stash.report().to_device_bytes > 0

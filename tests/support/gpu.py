@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import Checks, Run, _build_info
+
+# Whether the GPU is the emulated one, which is slow.
+EMULATED = "emulated_cuda" in sys.modules
 
 # A few milliseconds on current devices: far longer than the copies of these models.
 _LONGEST_SLEEP_CYCLES = 20_000_000
@@ -46,6 +50,7 @@ def jitter(run: Run, seed: int) -> Iterator[None]:
         while not ended.wait(chance.random() * 2e-3):
             with on_stream(chance.choice(streams)):
                 torch.cuda._sleep(chance.randrange(_LONGEST_SLEEP_CYCLES))
+                torch.cuda.current_stream().synchronize()  # so that delays do not pile up
 
     thread = Thread(target=delay)
     thread.start()
@@ -117,8 +122,11 @@ def train_plain(model: nn.Module, batches: list[torch.Tensor], loss_of: Step, *,
 
 
 @contextmanager
-def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, budget: int | str) -> Iterator[Run]:
-    with hydra_ext.offload(model, optimizer, budget=budget, device="cuda", checks=Checks(poison_hosts=True)) as run:
+def offloaded(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, budget: int | str, poison: bool = True
+) -> Iterator[Run]:
+    checks = Checks(poison_hosts=poison)
+    with hydra_ext.offload(model, optimizer, budget=budget, device="cuda", checks=checks) as run:
         yield run
         assert run.core.gate.opens > 0, "nothing ran on the device"
         assert not run.core.gate.open

@@ -1,6 +1,7 @@
 // Only in builds with CUDA.
 #include "csrc/pytorch/memory/cuda_backend.h"
 #include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/memory/cuda_budget.h"
 #include "csrc/transfer/cuda/cuda_pinner.h"
 
 namespace py = pybind11;
@@ -42,6 +43,8 @@ void bind_cuda(py::module_& module) {
                              [](const CudaBackend& device) { return as_number(device.to_device_stream()); })
       .def_property_readonly("to_host_stream",
                              [](const CudaBackend& device) { return as_number(device.to_host_stream()); });
+  module.def("cuda_budgets", &CudaBudget::sum, py::arg("device_index"), Released(),
+             "The sum of the budgets of the runs on a device, in bytes.");
   module.def("make_cuda_backend", &CudaBackend::make, py::arg("device_index"), Released());
   module.def("make_cuda_arena", &make_arena, py::arg("device_index"), "A host arena whose regions are page-locked.");
 }

@@ -21,9 +21,10 @@ cudaStream_t current_stream_of(int device) {
 }
 
 struct Service {
-  Service(int device, MemoryClient client) : budget(device, client.budget), relief(device, std::move(client)) {}
+  Service(MemoryClient client, CudaSlots& slots)
+      : budget(slots.device(), client.budget), relief(std::move(client), slots) {}
   CudaBudget budget;
-  CudaReliefClient relief;
+  CudaRelief relief;
 };
 
 }  // namespace
@@ -42,16 +43,22 @@ std::shared_ptr<CudaBackend> CudaBackend::make(int device) {
 }
 
 std::shared_ptr<void> CudaBackend::serve(MemoryClient client) {
-  return std::make_shared<Service>(device(), std::move(client));
+  return std::make_shared<Service>(std::move(client), cuda_slots_);
+}
+
+Bytes CudaBackend::slack(Bytes budget) const noexcept {
+  constexpr Bytes kDivisor = 25;  // 4 %; what torch's allocator cannot use beyond it, the meter counts
+  return budget / kDivisor;
+}
+
+std::string CudaBackend::describe_memory() const {
+  const CudaMemory now = memory();
+  return "weights " + human_bytes(now.slots) + ", other tensors " + human_bytes(now.allocated - now.slots) +
+         ", and unused memory between them of " + human_bytes(now.reserved - now.allocated);
 }
 
 std::function<Bytes()> CudaBackend::activation_meter() {
   return [this] { return cuda_slots_.take_activation_peak(); };
-}
-
-bool CudaBackend::crowded(Bytes budget) const {
-  const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device()));
-  return stats.allocated_bytes[kAll].current > budget - budget / kReliefHeadroomDivisor;
 }
 
 void CudaBackend::run(const StepPlan& plan, float scale) {
@@ -101,7 +108,7 @@ CudaMemory CudaBackend::memory() const {
   memory.total = static_cast<Bytes>(total);
   memory.allocated = stats.allocated_bytes[kAll].current;
   memory.reserved = stats.reserved_bytes[kAll].current;
-  memory.reserved_peak = std::max(cuda_slots_.reserved_peak(), stats.reserved_bytes[kAll].peak);
+  memory.reserved_peak = std::max(cuda_slots_.reserved_peak(), memory.reserved);
   memory.slots = cuda_slots_.live_bytes();
   memory.outside = memory.total - static_cast<Bytes>(free) - memory.reserved;
   return memory;

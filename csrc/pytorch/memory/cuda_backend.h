@@ -16,7 +16,7 @@ struct CudaMemory {
   Bytes total = 0;
   Bytes allocated = 0;      // by tensors and slots, through torch
   Bytes reserved = 0;       // by torch's allocator; the budget limits this
-  Bytes reserved_peak = 0;  // since the backend was made
+  Bytes reserved_peak = 0;  // while a run was served
   Bytes slots = 0;
   Bytes outside = 0;  // contexts, library handles, other processes; no budget limits this
 };
@@ -26,9 +26,11 @@ class CudaBackend final : public CudaDevice, public DeviceMath {
   /// The calling thread's current stream on `device` becomes the main stream.
   static std::shared_ptr<CudaBackend> make(int device);
 
+  Bytes slot_bytes(Bytes bytes) const noexcept override { return CudaSlots::rounded(bytes); }
+  Bytes slack(Bytes budget) const noexcept override;
   std::shared_ptr<void> serve(MemoryClient client) override;
+  std::string describe_memory() const override;
   std::function<Bytes()> activation_meter() override;
-  bool crowded(Bytes budget) const override;
   CudaMemory memory() const;
   /// Runs on the calling thread's current stream.
   void run(const StepPlan& plan, float scale) override;

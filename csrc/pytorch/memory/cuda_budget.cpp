@@ -32,11 +32,11 @@ Limits& limits() {
 
 void apply(int device, const Limit& limit) {
   const auto index = static_cast<c10::DeviceIndex>(device);
+  const CudaDeviceGuard guard(device);  // torch makes the device current, and leaves it so
   if (limit.runs == 0) {
     allocator::setMemoryFraction(limit.before, index);
     return;
   }
-  const CudaDeviceGuard guard(device);
   std::size_t free = 0;
   std::size_t total = 0;
   HYDRA_CUDA(cudaMemGetInfo(&free, &total));
@@ -51,12 +51,19 @@ CudaBudget::CudaBudget(int device, Bytes bytes) : device_(device), bytes_(bytes)
   const std::lock_guard lock(known.mutex);
   Limit limit = known.by_device[device];
   if (limit.runs == 0) {
+    const CudaDeviceGuard guard(device);  // as in apply()
     limit.before = allocator::getMemoryFraction(static_cast<c10::DeviceIndex>(device));
   }
   limit.budgets += bytes;
   ++limit.runs;
   apply(device, limit);
   known.by_device[device] = limit;
+}
+
+Bytes CudaBudget::sum(int device) {
+  Limits& known = limits();
+  const std::lock_guard lock(known.mutex);
+  return known.by_device[device].budgets;
 }
 
 CudaBudget::~CudaBudget() {

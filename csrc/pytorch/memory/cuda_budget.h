@@ -16,6 +16,9 @@ class CudaBudget {
   CudaBudget(const CudaBudget&) = delete;
   CudaBudget& operator=(const CudaBudget&) = delete;
 
+  /// The sum of the budgets on a device now.
+  static Bytes sum(int device);
+
  private:
   const int device_;
   const Bytes bytes_;

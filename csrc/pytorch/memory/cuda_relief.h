@@ -1,25 +1,21 @@
-// The safety net on CUDA: evicts blocks before torch's allocator asks the driver for memory.
+// The safety net on CUDA: makes room before an allocation of torch's fails, and measures what torch allocates.
 //
-// torch calls registered callbacks on every cache miss: without a size, with the device's allocator lock held, on any
-// thread, with or without the interpreter lock. So the callback waits for no other thread, which may need the allocator
-// to continue, and for no lane, device or interpreter lock. Far below the budget a call costs one look at the
-// allocator's counters. The size of the missed allocation is unknown, so blocks are evicted until a headroom is free.
-// From the second step on the plan has left that room free.
+// The first run puts an allocator in front of torch's own, for good. It passes every call on. While a run serves a
+// device, an allocation there asks the run for room until it fits into the budgets, then asks torch. If torch refuses,
+// because free memory lies in pieces or on another stream, it evicts as much again and retries. torch releases its
+// cache at each refusal. If no run can make more room, the caller gets torch's error, with what the runs hold.
 //
-// torch cannot unregister a callback. The first run registers ours, and it does nothing while there is no run.
+// All this happens outside the locks of torch's allocator. A call may block, and releases the interpreter lock for it.
+// Allocations of slots are exempt, since the pager makes room for them itself, and so are those under graph capture.
+// Without a run, a call costs one look at a counter. Threads: any. Sizes are bytes.
 #pragma once
 
-#include <cstdint>
-#include <list>
-
+#include "csrc/pytorch/memory/cuda_slots.h"
 #include "csrc/transfer/device_backend.h"
 
 namespace hydra {
 
-/// The part of the budget that is kept free for a missed allocation: one eighth.
-inline constexpr Bytes kReliefHeadroomDivisor = 8;
-
-/// Keeps the calling thread's allocations from asking for relief, for a scope.
+/// Exempts the calling thread's allocations from relief, for a scope.
 class CudaReliefPause {
  public:
   CudaReliefPause() noexcept;
@@ -28,20 +24,22 @@ class CudaReliefPause {
   CudaReliefPause& operator=(const CudaReliefPause&) = delete;
 };
 
-/// Relieves `device` through `client` for its lifetime.
-class CudaReliefClient {
+/// Serves allocations on the slots' device through `client`, and lets the slots measure them, for its lifetime. Its
+/// constructor and destructor wait for calls under way, without the interpreter lock.
+class CudaRelief {
  public:
-  CudaReliefClient(int device, MemoryClient client);
-  ~CudaReliefClient();
-  CudaReliefClient(const CudaReliefClient&) = delete;
-  CudaReliefClient& operator=(const CudaReliefClient&) = delete;
+  /// `slots` have to outlive it.
+  CudaRelief(MemoryClient client, CudaSlots& slots);
+  ~CudaRelief();
+  CudaRelief(const CudaRelief&) = delete;
+  CudaRelief& operator=(const CudaRelief&) = delete;
 
-  int device() const noexcept { return device_; }
   const MemoryClient& client() const noexcept { return client_; }
+  CudaSlots& slots() const noexcept { return slots_; }
 
  private:
-  const int device_;
   const MemoryClient client_;
+  CudaSlots& slots_;
 };
 
 }  // namespace hydra

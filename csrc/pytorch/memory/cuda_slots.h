@@ -1,14 +1,12 @@
 // Slots from torch's caching allocator, and a meter of the memory that the process allocates beside them.
 //
 // Each slot is one allocation on the main stream: the allocator reuses memory only on the stream it came from, and only
-// whole allocations. Large slots are rounded up to 2 MiB, the size of the allocator's own pages.
-// allocate() must not be called under a lock of the engine: a cache miss runs the free-memory callbacks while the
-// allocator's lock is held. While a thread is in allocate(), our own callback does nothing, since the pager makes
-// room for its slots itself.
+// whole allocations. Slots are rounded as the allocator rounds: to its unit, and those that get memory of their own
+// from the driver, to its pages. allocate() must not be called under a lock of the engine, since torch may wait for the
+// device.
 //
-// At each allocation and release of a slot, and at each call, the meter takes the allocator's peak since the last time,
-// minus the slots of that time. It is exact unless other threads allocate at the same moment. It resets the
-// allocator's peak statistics (torch.cuda.max_memory_allocated); reserved_peak() keeps the peak of reserved memory.
+// The meter is told of every allocation of the process on the device (cuda_relief.h), and takes the most of what is
+// allocated then beside the slots. It is exact unless other threads allocate or release slots at the same moment.
 // Thread-safe. Sizes are bytes.
 #pragma once
 
@@ -24,17 +22,26 @@ class CudaSlots final : public Resource {
  public:
   CudaSlots(int device, cudaStream_t home) noexcept : device_(device), home_(home) {}
 
+  /// The bytes that a slot takes.
+  static Bytes rounded(Bytes bytes) noexcept;
+
   void* allocate(Bytes bytes) override;
   void release(void* pointer, Bytes bytes) noexcept override;
 
-  /// Returns the peak of allocations other than these slots since the last call.
-  Bytes take_activation_peak();
-  Bytes reserved_peak() const noexcept { return reserved_peak_.load(std::memory_order_relaxed); }
+  int device() const noexcept { return device_; }
   Bytes live_bytes() const noexcept { return live_.load(std::memory_order_relaxed); }
 
- private:
-  Bytes observe() noexcept;
+  /// Tells the meter what torch has allocated and reserved now.
+  void note(Bytes allocated, Bytes reserved) noexcept;
+  /// Tells the meter that torch has refused `bytes`, with `reserved` bytes that it could not release. What lies unused
+  /// between allocations then counts as if it were in use, so that plans leave room for it.
+  void note_refusal(Bytes reserved, Bytes bytes) noexcept;
+  /// Returns the most that was allocated beside these slots since the last call.
+  Bytes take_activation_peak();
+  /// The most that torch has reserved.
+  Bytes reserved_peak() const noexcept { return reserved_peak_.load(std::memory_order_relaxed); }
 
+ private:
   const int device_;
   const cudaStream_t home_;
   std::atomic<Bytes> live_{0};

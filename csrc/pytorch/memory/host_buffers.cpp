@@ -1,10 +1,23 @@
 #include "csrc/pytorch/memory/host_buffers.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "csrc/base/errors.h"
 
 namespace hydra {
+
+namespace {
+
+constexpr Bytes kClassesPerPower = 8;
+constexpr Bytes kSpareDivisor = 4;  // a buffer serves a request that leaves up to a fifth of it unused
+
+Bytes size_class(Bytes bytes) {
+  const auto power = static_cast<Bytes>(std::bit_floor(static_cast<std::uint64_t>(bytes)));
+  return HostArena::mapped_for(round_up(bytes, std::max<Bytes>(power / kClassesPerPower, 1)));
+}
+
+}  // namespace
 
 void HostBuffers::limit(Bytes bytes) {
   const std::lock_guard lock(mutex_);
@@ -12,14 +25,16 @@ void HostBuffers::limit(Bytes bytes) {
 }
 
 ArenaRegionPtr HostBuffers::take(Bytes asked) {
-  const Bytes bytes = HostArena::mapped_for(asked);
+  Bytes bytes = 0;
   std::unique_ptr<ArenaRegion> region;
   std::vector<std::unique_ptr<ArenaRegion>> gone;  // destroyed, and unmapped, without the mutex
   Bytes going = 0;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = kept_.find(bytes);
-    if (found != kept_.end()) {
+    bytes = limit_ == kUnlimited ? size_class(asked) : HostArena::mapped_for(asked);
+    const auto found = kept_.lower_bound(bytes);
+    if (found != kept_.end() && found->first <= (limit_ == kUnlimited ? bytes + bytes / kSpareDivisor : bytes)) {
+      bytes = found->first;
       region = std::move(found->second);
       kept_.erase(found);
       kept_bytes_ -= bytes;

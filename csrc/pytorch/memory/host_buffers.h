@@ -1,10 +1,11 @@
-// A pool of host buffers that are used again in every step in the same sizes.
+// A pool of host buffers that are used again in every step, in the same sizes or similar ones.
 //
 // Mapping, touching and pinning memory takes longer than copying to it, so the pool keeps returned buffers for the next
-// request of their size. Kept and lent buffers together never exceed the most bytes that were lent at one time, except
-// by the buffer that is requested. With a limit, they and buffers that are being unmapped never exceed it. Buffers keep
-// the pool alive, and the pool keeps the arena alive. Sizes are bytes, rounded up to the pages that are mapped.
-// Thread-safe.
+// request of their size. Without a limit, sizes are rounded up to classes, eight to each power of two, and a buffer
+// also serves somewhat smaller requests, since batches may be longer or shorter than the one before. Kept and lent
+// buffers together never exceed the most bytes that were lent at one time, except by the buffer that is requested. With
+// a limit, they and buffers that are being unmapped never exceed it. Buffers keep the pool alive, and the pool keeps
+// the arena alive. Sizes are bytes, rounded up to the pages that are mapped. Thread-safe.
 #pragma once
 
 #include <limits>
@@ -34,6 +35,8 @@ class HostBuffers final : public std::enable_shared_from_this<HostBuffers> {
   Bytes peak_bytes() const;
 
  private:
+  static constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();
+
   void give_back(std::unique_ptr<ArenaRegion> region) noexcept;
   /// Removes and returns the buffers that have to be released to make room for `bytes`. Under the mutex.
   std::vector<std::unique_ptr<ArenaRegion>> make_room(Bytes bytes);
@@ -46,7 +49,7 @@ class HostBuffers final : public std::enable_shared_from_this<HostBuffers> {
   Bytes going_bytes_ = 0;  // of buffers that are being unmapped
   Bytes most_lent_ = 0;
   Bytes peak_bytes_ = 0;
-  Bytes limit_ = std::numeric_limits<Bytes>::max();
+  Bytes limit_ = kUnlimited;
   bool closed_ = false;
 };
 

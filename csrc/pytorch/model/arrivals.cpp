@@ -8,7 +8,6 @@ namespace hydra {
 void Arrivals::arrive(const BlockList& blocks, PassKind kind) {
   std::size_t arrived = 0;
   try {
-    keep_headroom();
     for (; arrived < blocks.size(); ++arrived) {
       timeline_.approach(blocks[arrived]);
       pager_.passes().arrive(blocks[arrived]);
@@ -34,12 +33,6 @@ void Arrivals::leave(std::int32_t block) noexcept {
 void Arrivals::drop_copies(const BlockList& blocks) noexcept {
   for (const std::int32_t block : blocks) {
     dropped_copies_ += derived_pages_.drop(block);
-  }
-}
-
-void Arrivals::keep_headroom() {
-  const ReleaseGilIfHeld released;
-  while (homes_.device().any() && memory_.crowded() && !pager_.could_evict() && homes_.device().give_one_up()) {
   }
 }
 

@@ -14,8 +14,8 @@ namespace hydra {
 
 class Arrivals {
  public:
-  Arrivals(ModelMemory& memory, const ModelBlocks& blocks, Pager& pager, BlockHomes& homes)
-      : memory_(memory), pager_(pager), homes_(homes), timeline_(memory, blocks, pager) {}
+  Arrivals(ModelMemory& memory, const ModelBlocks& blocks, Pager& pager)
+      : pager_(pager), timeline_(memory, blocks, pager) {}
 
   /// Pins all blocks, or none if it throws.
   void arrive(const BlockList& blocks, PassKind kind);
@@ -23,9 +23,6 @@ class Arrivals {
   void leave(std::int32_t block) noexcept;
   /// Drops the low-precision copies of these blocks. The next microbatch makes its own.
   void drop_copies(const BlockList& blocks) noexcept;
-  /// Moves blocks whose home is the device to the host, if the device is crowded and its allocator cannot wait for
-  /// room.
-  void keep_headroom();
 
   /// Sets the version of the passes that begin from now on. Each version of the weights has blocks of its own.
   void set_version(int version) noexcept { version_ = version; }
@@ -37,9 +34,7 @@ class Arrivals {
   std::int64_t dropped_copies() const noexcept { return dropped_copies_; }
 
  private:
-  ModelMemory& memory_;
   Pager& pager_;
-  BlockHomes& homes_;
   MemoryTimeline timeline_;
   DerivedPages derived_pages_;
   std::atomic<std::int64_t> dropped_copies_{0};

@@ -15,10 +15,9 @@ ModelMemory::ModelMemory(std::shared_ptr<DeviceBackend> backend, std::shared_ptr
       slots_(tracked_, account_->ledger(), MemoryClass::kWeights),
       optimizer_state_(tracked_, account_->ledger(), MemoryClass::kOptimizer) {}
 
-void ModelMemory::open(std::function<bool()> relieve, std::function<std::string()> explain,
-                       std::function<bool()> evict_one) {
-  account_->open(std::move(relieve), std::move(explain));
-  service_ = backend_->serve({budget_, std::move(evict_one)});
+void ModelMemory::open(const std::function<bool()>& relieve, const std::function<std::string()>& explain) {
+  account_->open(relieve, explain);
+  service_ = backend_->serve({budget_, relieve, explain});
 }
 
 void ModelMemory::close() noexcept {
@@ -32,6 +31,9 @@ void ModelMemory::charge_buffers(Bytes bytes) {
 }
 
 std::string ModelMemory::describe() const {
+  if (std::string seen = backend_->describe_memory(); !seen.empty()) {
+    return seen;
+  }
   const Ledger& ledger = account_->ledger();
   return "weights " + human_bytes(ledger.in_use(MemoryClass::kWeights)) + ", gradients " +
          human_bytes(ledger.in_use(MemoryClass::kGradients)) + ", activations and workspace " +

@@ -21,9 +21,9 @@ class ModelMemory {
  public:
   ModelMemory(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena, Bytes budget, bool simulated);
 
-  /// `relieve` and `explain`: see Account. `evict_one`: see MemoryClient.
-  void open(std::function<bool()> relieve, std::function<std::string()> explain, std::function<bool()> evict_one);
-  /// Guarantees that `evict_one` is not called any more.
+  /// `relieve` and `explain`: see Account. The device calls both too (MemoryClient).
+  void open(const std::function<bool()>& relieve, const std::function<std::string()>& explain);
+  /// Guarantees that the device does not call them any more.
   void stop_serving() noexcept { service_.reset(); }
   /// Discharges the buffers. Nothing is charged any more.
   void close() noexcept;
@@ -37,10 +37,10 @@ class ModelMemory {
   AccountPtr charged() const { return simulated_ ? account_ : nullptr; }
   /// Charges buffers that live on the device until close(), if the device's allocator does not count them.
   void charge_buffers(Bytes bytes);
-  /// Whether allocations are about to fail, on a device whose allocator cannot wait for room.
-  bool crowded() const { return backend_->crowded(budget_); }
   /// The bytes of slots and optimizer state that the device has allocated and that were not released.
   Bytes slot_bytes() const noexcept { return tracked_.statistics().live_bytes; }
+  /// See DeviceBackend::slack().
+  Bytes slack() const noexcept { return backend_->slack(budget_); }
   /// Describes the memory that the device holds, by class.
   std::string describe() const;
 

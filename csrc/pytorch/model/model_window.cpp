@@ -75,6 +75,7 @@ void ModelWindow::open_window(PassKind kind) {
   HYDRA_EXPECT(changes.empty(), ModelChanged,
                "the model changed inside its offload context: " + changes +
                    ". Leave the context, change the model, and enter it again");
+  model_.memory().backend().expect_usable();
   model_.arrivals().timeline().begin_pass(kind);
   {
     const py::gil_scoped_release released;
@@ -85,7 +86,6 @@ void ModelWindow::open_window(PassKind kind) {
       update.reap();
     }
     model_.moves().review();
-    model_.arrivals().keep_headroom();
     model_.changes().synchronise();
     model_.changes().conceal();
   }

@@ -24,7 +24,7 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       update_(memory_.backend(), blocks_, homes_.disk(), gradients_.sink().norm(), gate_),
       changes_(blocks_, pager_, homes_, gradients_, gate_, options.poison_hosts),
       moves_(blocks_, homes_, gradients_.spill(), update_, changes_, gate_),
-      arrivals_(memory_, blocks_, pager_, homes_),
+      arrivals_(memory_, blocks_, pager_),
       rounds_(memory_, blocks_, pager_, gradients_, arrivals_, gate_),
       window_(*this) {
   register_fault_path();
@@ -35,12 +35,12 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       [this] {
         const ReleaseGilIfHeld released;
         try {
-          return pager_.evict_one(/*may_wait=*/true);
+          return pager_.evict_one();
         } catch (const Error&) {
           rethrow_for_torch({});
         }
       },
-      [this] { return arrivals_.timeline().explain(); }, [this] { return pager_.evict_one(/*may_wait=*/false); });
+      [this] { return arrivals_.timeline().explain(); });
 }
 
 PagerOptions PagedModel::pager_options(const PagedModelOptions& options) {
@@ -53,8 +53,8 @@ PagerOptions PagedModel::pager_options(const PagedModelOptions& options) {
     return (stash && stash->give_one_up()) || homes_.device().give_one_up();
   };
   made.activations.meter = memory_.backend().activation_meter();
-  // The meter counts gradients on their way as activations until they have left, and it is too late to wait for them
-  // then.
+  made.activations.slack = memory_.slack();
+  // The meter counts gradients on their way as activations.
   made.activations.gradient_reserve = made.activations.meter ? options.gradient_bound : 0;
   made.fault_path = options.fault_path;
   return made;
@@ -76,7 +76,7 @@ std::int32_t PagedModel::add_block(std::string name,
   auto backing = blocks_.add(name, parameters, weak_from_this(), [this](HostParameter& parameter) {
     gradients_.install_hooks(parameter, [this, &parameter] { rounds_.note_summed(parameter); });
   });
-  const Bytes bytes = backing->slot_bytes();
+  const Bytes bytes = memory_.backend().slot_bytes(backing->slot_bytes());
   return pager_.add_block(std::move(name), bytes, std::move(backing));
 }
 

@@ -55,7 +55,7 @@ std::size_t BlockBacking::index_of(const HostParameter& parameter) const {
 const std::byte* BlockBacking::source_of(const HostParameter& parameter) const {
   if (aside_) {
     if (const std::size_t index = index_of(parameter); is_aside_[index]) {
-      return aside_.get() + home_offsets_[index];
+      return aside_->data() + home_offsets_[index];
     }
   }
   return parameter.host_data();
@@ -109,7 +109,7 @@ Job BlockBacking::fill(void* slot) {
     };
     return job;
   }
-  const std::byte* const whole = aside_ ? aside_.get() : home_->data();
+  const std::byte* const whole = aside_ ? aside_->data() : home_->data();
   bool in_place = whole_;
   for (std::size_t i = 0; i < parameters_.size() && in_place; ++i) {
     in_place = source_of(*parameters_[i]) == whole + home_offsets_[i];
@@ -237,9 +237,9 @@ void BlockBacking::take_aside() {
     if (parameter.withheld()) {
       continue;
     }
-    aside_ = aside_ ? std::move(aside_) : std::make_unique<std::byte[]>(static_cast<std::size_t>(home_bytes_));
+    aside_ = aside_ ? aside_ : std::make_shared<ArenaRegion>(arena_, home_bytes_);
     const auto bytes = static_cast<std::size_t>(parameter.host_bytes());
-    std::memcpy(aside_.get() + home_offsets_[i], parameter.host_data(), bytes);
+    std::memcpy(aside_->data() + home_offsets_[i], parameter.host_data(), bytes);
     is_aside_[i] = true;
   }
 }
@@ -255,7 +255,7 @@ void BlockBacking::conceal() {
 void BlockBacking::reveal() noexcept {
   for (std::size_t i = 0; aside_ && i < parameters_.size(); ++i) {
     if (is_aside_[i]) {
-      std::memcpy(parameters_[i]->host_data(), aside_.get() + home_offsets_[i],
+      std::memcpy(parameters_[i]->host_data(), aside_->data() + home_offsets_[i],
                   static_cast<std::size_t>(parameters_[i]->host_bytes()));
     }
   }

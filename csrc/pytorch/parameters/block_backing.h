@@ -78,9 +78,9 @@ class BlockBacking final : public BlockClient {
   Job fill_from_disk(std::byte* slot, const std::shared_ptr<DeferredUpdate>& update);
 
   std::vector<HostParameter*> parameters_;
-  ArenaRegionPtr home_;     // the adopted hosts' bytes
-  ArenaRegionPtr staging_;  // bytes cast to the faces' dtype, if it differs from the hosts'
-  std::unique_ptr<std::byte[]> aside_;
+  ArenaRegionPtr home_;         // the adopted hosts' bytes
+  ArenaRegionPtr staging_;      // bytes cast to the faces' dtype, if it differs from the hosts'
+  ArenaRegionPtr aside_;        // the hosts' bytes while the hosts are poisoned: as pinned as they
   std::vector<bool> is_aside_;  // for each parameter
   std::shared_ptr<HostArena> arena_;
   std::shared_ptr<WeightLoans> loans_;

@@ -1,5 +1,6 @@
 #include "csrc/pytorch/stash/saved_tensor.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
@@ -11,6 +12,10 @@ namespace hydra {
 namespace autograd = torch::autograd;
 
 Bytes memory_alignment(c10::Device device) noexcept { return device.is_cuda() ? kPageAlignment : 64; }
+
+std::optional<c10::Stream> compute_stream(c10::Device device) {
+  return device.is_cuda() ? std::optional(c10::impl::VirtualGuardImpl(device.type()).getStream(device)) : std::nullopt;
+}
 
 SavedTensor::SavedTensor(const at::Tensor& tensor)
     : sizes_(tensor.sizes()), dtype_(tensor.dtype()), device_(tensor.device()) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 
 #include "csrc/pytorch/stash/stashed_interval.h"
 
@@ -11,6 +12,8 @@ namespace hydra {
 
 /// The alignment of torch's memory on a device. Kernels choose their algorithm by the remainder of an address to it.
 Bytes memory_alignment(c10::Device device) noexcept;
+/// The calling thread's current stream on a GPU; null on the CPU.
+std::optional<c10::Stream> compute_stream(c10::Device device);
 
 class SavedTensor {
  public:

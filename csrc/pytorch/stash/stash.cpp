@@ -1,12 +1,11 @@
 #include "csrc/pytorch/stash/stash.h"
 
 #include <ATen/ops/clone.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 
 #include "csrc/base/clock.h"
 #include "csrc/base/errors.h"
@@ -49,21 +48,9 @@ bool is_plain(const at::Tensor& tensor) {
          !keys.has(kFaultKey);  // a device parameter, which may be absent now
 }
 
-std::optional<c10::Stream> stream_of(c10::Device device) {
-  return device.is_cuda() ? std::optional(c10::impl::VirtualGuardImpl(device.type()).getStream(device)) : std::nullopt;
-}
-
 StashIdentity new_identity() {
   static std::atomic<StashIdentity> last{0};
   return ++last;
-}
-
-/// Rounds up the size of a buffer for a stream: the lengths of streams change a little from step to step, and buffers
-/// of equal sizes are used again.
-Bytes stream_buffer_bytes(Bytes stream) {
-  constexpr Bytes kLeastGranularity = 4096;
-  const auto power = static_cast<Bytes>(std::bit_floor(static_cast<std::uint64_t>(stream)));
-  return round_up(stream, std::max(kLeastGranularity, power / 8));
 }
 
 }  // namespace
@@ -121,7 +108,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   const SavedBytes bytes{.bytes = end - begin,
                          .lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_))),
                          .mark = saved->mark(),
-                         .stream = stream_of(device_),
+                         .stream = compute_stream(device_),
                          .part = current_part(identity_)};
   const IntervalIndex::Entry entry = index_->enter(storage, begin, bytes, std::move(wishes), staying);
   saved->interval_ = entry.interval;
@@ -160,11 +147,14 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
 void Stash::send(const StashedIntervalPtr& interval, StashedInterval::Departure departure) {
   const ReleaseGilIfHeld released;
   const Bytes bytes = departure.bytes;
-  const StoredCopyPtr copy = copies_->make(departure.is_stream ? stream_buffer_bytes(bytes) : bytes);
+  const StoredCopyPtr copy = copies_->make(bytes);
   CopyTransfer transfer;
   transfer.device = static_cast<std::byte*>(departure.storage.mutable_data()) + departure.begin;
   transfer.bytes = bytes;
-  transfer.fence = backend_->record();
+  {
+    const c10::OptionalStreamGuard on(interval->saved().stream);  // any thread may make it leave, on any stream
+    transfer.fence = backend_->record();
+  }
   // The copy may end after all tensors that share the interval.
   transfer.after = [index = index_, known = std::weak_ptr(interval), copy, bytes] {
     index->note_left(known.lock(), copy, bytes);

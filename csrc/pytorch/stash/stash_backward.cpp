@@ -1,5 +1,7 @@
 // The half of a stash that backward calls.
 #include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -10,11 +12,7 @@
 
 namespace hydra {
 
-namespace {
-
 using Lock = IntervalIndex::Lock;
-
-}  // namespace
 
 at::Tensor Stash::unpack(SavedTensor& saved) {
   saved.expect_unchanged();
@@ -22,9 +20,25 @@ at::Tensor Stash::unpack(SavedTensor& saved) {
     return saved.kept_;
   }
   room_.clear();  // only forward needs this scratch memory, which is large
-  const auto [storage, begin] = fetched(saved);
-  prefetch(saved.interval_->number());
-  return saved.over(storage, begin);
+  const std::optional<c10::Stream> reader = compute_stream(device_);
+  const std::optional<c10::Stream> saver = saved.interval_->saved().stream;
+  std::pair<c10::Storage, Bytes> found;
+  FencePtr there;
+  {
+    // Whatever the stash allocates, waits for and decodes is of the stream that saved; other streams follow it.
+    const c10::OptionalStreamGuard on(saver);
+    found = fetched(saved);
+    if (reader != saver) {
+      const ReleaseGilIfHeld released;
+      there = backend_->record();
+    }
+    prefetch(saved.interval_->number());
+  }
+  if (there) {
+    backend_->compute_follows(there);
+    c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(found.first.data_ptr(), *reader);
+  }
+  return saved.over(found.first, found.second);
 }
 
 std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
@@ -72,6 +86,7 @@ void Stash::await(StashedInterval& interval, Ticket& arriving) {
 }
 
 c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
+  const c10::OptionalStreamGuard on(interval->saved().stream);
   const auto [lead, bytes] = interval->landing();
   const at::Tensor memory = at::empty({lead + bytes}, at::TensorOptions(at::kByte).device(device_));
   const c10::Storage& storage = memory.storage();

@@ -272,7 +272,7 @@ std::optional<StashedInterval::Departure> StashedInterval::begin_leaving() {
     return std::nullopt;
   }
   advance(lock, kOnDevice, kLeaving);
-  return Departure{form_.held, form_.begin, form_.bytes, form_.coder != nullptr};
+  return Departure{form_.held, form_.begin, form_.bytes};
 }
 
 void StashedInterval::leave_by(TicketPtr leaving) {

@@ -97,7 +97,6 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
     c10::Storage storage;
     Bytes begin = 0;  // in it
     Bytes bytes = 0;
-    bool is_stream = false;
   };
   /// kOnDevice -> kLeaving. Returns null, and changes nothing, in any other state.
   std::optional<Departure> begin_leaving();

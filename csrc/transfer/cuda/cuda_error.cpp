@@ -47,4 +47,8 @@ CudaDeviceGuard::~CudaDeviceGuard() {
   }
 }
 
+CudaCaptureGuard::CudaCaptureGuard() noexcept { forget_cuda_error(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+
+CudaCaptureGuard::~CudaCaptureGuard() { forget_cuda_error(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+
 }  // namespace hydra

@@ -38,6 +38,19 @@ class CudaDeviceGuard {
   bool changed_ = false;
 };
 
+/// Lets the calling thread query and wait for a scope, while another thread captures a CUDA graph. Otherwise such calls
+/// fail, and spoil the capture. Nothing that the thread calls in the scope may concern the capture.
+class CudaCaptureGuard {
+ public:
+  CudaCaptureGuard() noexcept;
+  ~CudaCaptureGuard();
+  CudaCaptureGuard(const CudaCaptureGuard&) = delete;
+  CudaCaptureGuard& operator=(const CudaCaptureGuard&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 }  // namespace hydra
 
 /// HYDRA_CUDA(cudaEventRecord(event, stream)) throws if the call fails.

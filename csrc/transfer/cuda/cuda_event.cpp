@@ -11,6 +11,7 @@ void CudaEvent::record(cudaStream_t stream) { HYDRA_CUDA(cudaEventRecord(event_,
 void CudaEvent::hold_back(cudaStream_t stream) const { HYDRA_CUDA(cudaStreamWaitEvent(stream, event_, 0)); }
 
 bool CudaEvent::reached() const noexcept {
+  const CudaCaptureGuard guard;
   const cudaError_t status = cudaEventQuery(event_);
   // "Not ready" also becomes the thread's last error.
   forget_cuda_error(status);
@@ -18,6 +19,7 @@ bool CudaEvent::reached() const noexcept {
 }
 
 cudaError_t CudaEvent::wait() const noexcept {
+  const CudaCaptureGuard guard;
   const cudaError_t status = cudaEventSynchronize(event_);
   forget_cuda_error(status);
   return status;

@@ -16,6 +16,7 @@ bool CudaPinner::pin(void* pointer, Bytes bytes) noexcept {
   }
   try {
     const CudaDeviceGuard guard(device_);
+    const CudaCaptureGuard capture;
     const cudaError_t status = cudaHostRegister(pointer, static_cast<std::size_t>(bytes), cudaHostRegisterPortable);
     forget_cuda_error(status);
     return status == cudaSuccess;
@@ -26,6 +27,7 @@ bool CudaPinner::pin(void* pointer, Bytes bytes) noexcept {
 
 void CudaPinner::unpin(void* pointer, Bytes /*bytes*/) noexcept {
   if (::getpid() == owner_process_) {
+    const CudaCaptureGuard capture;
     forget_cuda_error(cudaHostUnregister(pointer));
   }
 }

@@ -67,7 +67,7 @@ class Tier:
         roots = list(dict.fromkeys(modules))
         root = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
         layout = _versioned(_present(_layout(root, budget)), weights)
-        _check_budget(layout, root, budget)
+        place.expect_room(budget, *_largest_block(layout, root, budget))
         arena = place.make_arena()
         core = _C.PagedModel(
             backend=place.make_backend(),
@@ -165,7 +165,8 @@ def _versioned(layout: Layout, weights: Sequence[StageWeights]) -> Layout:
     return Layout(blocks, sites)
 
 
-def _check_budget(layout: Layout, root: nn.Module, budget: int) -> None:
+def _largest_block(layout: Layout, root: nn.Module, budget: int) -> tuple[str, int]:
+    """Name and bytes of the largest block, which fits into the budget."""
     alignment = _C.PAGE_ALIGNMENT
     sizes = {b.name: sum(-(-p.nbytes // alignment) * alignment for _, p in b.parameters) for b in layout.blocks}
     buffers = buffer_bytes(root)
@@ -178,3 +179,4 @@ def _check_budget(layout: Layout, root: nn.Module, budget: int) -> None:
             block_bytes=size,
             needed=size + buffers,
         )
+    return name, size

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hydra_ext import _C, _build_info, _guard
-from hydra_ext.errors import InvalidBudget, InvalidDevice
+from hydra_ext.errors import BudgetTooSmall, InvalidBudget, InvalidDevice, StateError
 from hydra_ext.policy import SimulatedDevice
 from hydra_ext.runtime import scaling
 from hydra_ext.runtime.placement.residents import Residents, buffer_bytes
@@ -24,8 +24,7 @@ from hydra_ext.tracing import not_traced
 
 logger = logging.getLogger(__name__)
 
-# Gradients on their way to the host take at most one part in so many of the budget: an allocation inside the device's
-# allocator cannot wait for them.
+# Gradients on their way to the host take at most one part in so many of a GPU's budget. Plans leave that room free.
 _GRADIENTS_PER_BUDGET = 8
 
 # Of a GPU's free memory. The rest is for what does not come from torch's allocator: kernels, and libraries' workspaces.
@@ -50,6 +49,21 @@ class Place(ABC):
 
     def make_arena(self) -> _C.HostArena:
         return _C.HostArena()
+
+    def expect_room(self, budget: int, block: str, block_bytes: int) -> None:  # noqa: B027 - most places have none
+        """Checks that a run may begin on the device. It changes nothing.
+
+        Args:
+            budget: Budget of the run, in bytes.
+            block: Name of its largest block.
+            block_bytes: Bytes of that block.
+
+        Raises:
+            BudgetTooSmall: The budget cannot hold the block beside what the process holds there.
+            InvalidBudget: With the budgets of other runs, this one passes the device's memory.
+            InvalidDevice: torch allocates there in a way that takes no budget.
+            StateError: A CUDA graph is being captured.
+        """
 
     def free_bytes(self) -> int:
         """The budget that ``"auto"`` stands for.
@@ -171,17 +185,43 @@ class CudaPlace(Place):
 
     def make_backend(self) -> _C.DeviceBackend:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        make = getattr(_C, "make_cuda_backend")  # noqa: B009 - not in the stubs, which are those of a build without CUDA
-        self._backend = make(self.device.index)
+        self._backend = _cuda("make_cuda_backend")(self.device.index)
         return self._backend  # type: ignore[no-any-return]
+
+    def expect_room(self, budget: int, block: str, block_bytes: int) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError("an offload context is entered while a CUDA graph is being captured: enter it before")
+        allocator = torch.cuda.memory.get_allocator_backend()
+        if allocator != "native":
+            raise InvalidDevice(
+                f"torch allocates by '{allocator}', which takes no budget: use torch's own allocator (no backend: in "
+                "PYTORCH_ALLOC_CONF, and no change_current_allocator)"
+            )
+        others = _cuda("cuda_budgets")(self.device.index)
+        _, total = torch.cuda.mem_get_info(self.device)
+        if others + budget > total:
+            raise InvalidBudget(
+                f"budget={budget}, but {self.device} has {_C.human_bytes(total)}, of which other offload contexts were "
+                f"given {_C.human_bytes(others)}: give at most {total - others} bytes"
+            )
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved(self.device)
+        needed = held + block_bytes - others
+        if needed > budget:
+            raise BudgetTooSmall(
+                f"budget={budget}, but torch has reserved {_C.human_bytes(held)} on {self.device} for tensors of this "
+                f"process, which count: free them, or give at least {needed} bytes, and room for activations on top",
+                block=block,
+                block_bytes=block_bytes,
+                needed=needed,
+            )
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
         return int((free + torch.cuda.memory_reserved(self.device)) * _AUTO_SHARE)
 
     def make_arena(self) -> _C.HostArena:
-        make = getattr(_C, "make_cuda_arena")  # noqa: B009 - as above
-        return make(self.device.index)  # type: ignore[no-any-return]
+        return _cuda("make_cuda_arena")(self.device.index)  # type: ignore[no-any-return]
 
     @not_traced
     def move_input(self, value: Any) -> Any:
@@ -223,6 +263,11 @@ class CudaPlace(Place):
 
     def activation_bytes(self, core: _C.PagedModel) -> int:
         return int(torch.cuda.memory_allocated(self.device)) - core.pager.resident_bytes
+
+
+def _cuda(name: str) -> Any:
+    """A function of the core that builds without CUDA, whose stubs these are, do not have."""
+    return getattr(_C, name)
 
 
 def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place:

@@ -137,12 +137,12 @@ class Homes:
         return ""
 
     def _left(self) -> int:
-        """Bytes of the budget beside activations, a slot for every block, gradients on their way, and homes."""
+        """Bytes of the budget beside activations, a slot for every block, gradients on their way, homes, and slack."""
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
         activations = max((size for kind in kinds for _, size in self._core.pager.recorded(kind)), default=self._budget)
         slots = sum(_aligned(p.nbytes) for block in self._blocks for _, p in block.parameters)
         homes = sum(self._cost(block) for block in self._settled)
-        return self._budget - activations - slots - self._margin() - homes
+        return self._budget - self._core.memory.slack - activations - slots - self._margin() - homes
 
     def _margin(self) -> int:
         """Bytes of gradients on their way."""

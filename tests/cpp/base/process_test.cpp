@@ -107,7 +107,7 @@ TEST_P(ForkTest, ThePagerRefusesEveryUseInAChildAndEndsQuietly) {
       refused = refused && refuses([&] { rig.pager->contents().invalidate(block); });
     }
     refused = refused && refuses([&] { rig.pager->contents().write_back_dirty(); });
-    refused = refused && !rig.pager->evict_one(true);
+    refused = refused && !rig.pager->evict_one();
     rig.pager->release(0, AcquireReason::kHook);
     rig.pager->passes().end(true);
     rig.pager->close();

@@ -174,6 +174,26 @@ TEST_F(CudaDeviceTest, UseInsideACaptureIsRefused) {
   EXPECT_THROW(device_->expect_usable(), StateError);
 }
 
+TEST_F(CudaDeviceTest, ACaptureElsewhereDisturbsNoCopyAndIsNotDisturbed) {
+  const std::vector<std::uint8_t> bytes = random_bytes(kBytes, 4);
+  void* const slot = device_->slots().allocate(kBytes);
+  emulated_cuda::set_capturing(side_, true);
+  Gate gate;
+  emulated_cuda::launch(home_, [&gate] { gate.wait(); });
+  const FencePtr compute = device_->record();
+  EXPECT_FALSE(compute->reached()) << "the query was refused";
+  const TicketPtr copied = fill(slot, bytes, {compute});
+  gate.open();
+  EXPECT_NO_THROW(copied->wait());
+  compute->wait();
+  EXPECT_TRUE(compute->reached());
+  emulated_cuda::set_capturing(side_, false);
+  const auto seen = read_late(home_, slot);
+  ASSERT_EQ(cudaStreamSynchronize(home_), cudaSuccess);
+  EXPECT_EQ(*seen, bytes);
+  device_->slots().release(slot, kBytes);
+}
+
 TEST_F(CudaDeviceTest, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
   const std::vector<std::uint8_t> source(static_cast<std::size_t>(12 * CudaLane::kBatchBytes), 8);
   void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));

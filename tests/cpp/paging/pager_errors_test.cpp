@@ -120,7 +120,7 @@ TEST_F(PagerErrors, ASlotWhoseFillHasFailedGoesOnlyInComputeOrder) {
   EXPECT_EQ(pager_.state(1), BlockState::kStale);
   EXPECT_EQ(ledger_.in_use(), kErrorBlock) << "given back past the device, that may read it still";
   EXPECT_EQ(device_.returned, 0);
-  EXPECT_TRUE(pager_.evict_one(true));
+  EXPECT_TRUE(pager_.evict_one());
   EXPECT_EQ(device_.returned, 1);
   visit(1);
 }
@@ -141,7 +141,7 @@ TEST_F(PagerErrors, AUseThatCouldNotBeRecordedIsCoveredByTheNextFence) {
   device_.forgetful = true;
   pager_.release(0, AcquireReason::kHook);
   EXPECT_EQ(pager_.pins(), 0);
-  EXPECT_THROW(pager_.evict_one(true), std::bad_alloc);
+  EXPECT_THROW(pager_.evict_one(), std::bad_alloc);
   EXPECT_TRUE(blocks_[0]->equal()) << "nothing has changed";
   EXPECT_EQ(pager_.statistics().evictions, 0);
   device_.forgetful = false;
@@ -175,7 +175,7 @@ TEST_F(PagerErrors, ASlotChangesHandsWithTheTicketOfItsFill) {
       ticket->wait_quietly();
     }
   };
-  EXPECT_TRUE(pager_.evict_one(true));
+  EXPECT_TRUE(pager_.evict_one());
   EXPECT_TRUE(waits) << "the slot was returned while a lane fills it";
 }
 
@@ -186,7 +186,7 @@ TEST_F(PagerErrors, APassEndsBehindTheFillOfABlockThatIsEvictedAlready) {
   pager_.passes().begin(PassKind::kForward);
   pager_.passes().arrive(0);
   pager_.release(0, AcquireReason::kHook);
-  EXPECT_TRUE(pager_.evict_one(false));
+  EXPECT_TRUE(pager_.evict_one());
   std::thread late([this] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     end_.open();

@@ -153,7 +153,7 @@ TEST_P(PagerTest, TakesWhatIsNeededLastFromThoseThatThePlanWants) {
   step(4);
   pager_->passes().begin(PassKind::kForward);
   visit(0);
-  EXPECT_TRUE(pager_->evict_one(true));
+  EXPECT_TRUE(pager_->evict_one());
   EXPECT_EQ(pager_->state(3), BlockState::kAbsent);
   for (std::int32_t i = 0; i < 3; ++i) {
     EXPECT_EQ(pager_->state(i), BlockState::kPresent) << "block " << i;
@@ -211,7 +211,7 @@ TEST_P(PagerTest, NeverTakesAPinnedBlock) {
   pager_->acquire(1, AcquireReason::kHook);
   EXPECT_THROW(pager_->acquire(2, AcquireReason::kHook), OutOfMemory);
   EXPECT_EQ(pager_->pins(), 2);
-  EXPECT_FALSE(pager_->evict_one(true));
+  EXPECT_FALSE(pager_->evict_one());
   pager_->release(0, AcquireReason::kHook);
   pager_->acquire(2, AcquireReason::kHook);
   EXPECT_TRUE(blocks_[1]->equal());
@@ -225,7 +225,7 @@ TEST_P(PagerTest, MakesRoomForTheAllocationsOfOthers) {
   visit(0);
   visit(1);
   EXPECT_FALSE(ledger_->try_charge(MemoryClass::kActivations, kBlock));
-  EXPECT_TRUE(pager_->evict_one(true));
+  EXPECT_TRUE(pager_->evict_one());
   EXPECT_TRUE(ledger_->try_charge(MemoryClass::kActivations, kBlock));
   EXPECT_EQ(pager_->statistics().spills, 1);
   ledger_->discharge(MemoryClass::kActivations, kBlock);
@@ -236,9 +236,9 @@ TEST_P(PagerTest, RelievesBeforeItEvicts) {
   make(1, kBlock, {.relief = {.reliever = [&] { return ++relieved == 1; }}});
   visit(0);
   EXPECT_EQ(relieved, 0);
-  EXPECT_TRUE(pager_->evict_one(true));
+  EXPECT_TRUE(pager_->evict_one());
   EXPECT_TRUE(blocks_[0]->readable());
-  EXPECT_TRUE(pager_->evict_one(true));
+  EXPECT_TRUE(pager_->evict_one());
   EXPECT_FALSE(blocks_[0]->readable());
 }
 
@@ -284,10 +284,10 @@ TEST_P(PagerTest, KeepsABlockDirtyThatIsWrittenWhileItGoesHome) {
   pager_->release(0, AcquireReason::kHook);
   blocks_[0]->during_write_back = [this] { pager_->contents().mark_dirty(0); };
   pager_->contents().write_back_dirty();
-  EXPECT_FALSE(pager_->evict_one(false)) << "written since: it has to go home again";
+  EXPECT_EQ(pager_->statistics().write_backs, 1);
   blocks_[0]->during_write_back = nullptr;
-  pager_->contents().write_back_dirty();
-  EXPECT_TRUE(pager_->evict_one(false));
+  EXPECT_TRUE(pager_->evict_one());
+  EXPECT_EQ(pager_->statistics().write_backs, 2) << "written since: it has to go home again";
 }
 
 TEST_P(PagerTest, WaitsForEveryWriteBackEvenIfOneFails) {
@@ -305,11 +305,12 @@ TEST_P(PagerTest, WaitsForEveryWriteBackEvenIfOneFails) {
   };
   EXPECT_THROW(pager_->contents().write_back_dirty(), TransferError);
   EXPECT_TRUE(home) << "the host may be written from now on, and the lane writes it still";
-  EXPECT_TRUE(pager_->evict_one(false));
+  const std::int64_t before = pager_->statistics().write_backs;
+  EXPECT_TRUE(pager_->evict_one());
   EXPECT_EQ(pager_->state(1), BlockState::kAbsent);
-  EXPECT_FALSE(pager_->evict_one(false)) << "block 0 is dirty still";
-  pager_->contents().write_back_dirty();
-  EXPECT_TRUE(pager_->evict_one(false));
+  EXPECT_EQ(pager_->statistics().write_backs, before);
+  EXPECT_TRUE(pager_->evict_one());
+  EXPECT_EQ(pager_->statistics().write_backs, before + 1) << "block 0 is dirty still";
 }
 
 TEST_P(PagerTest, SurvivesEveryFailingTransferAndRetries) {
@@ -369,7 +370,7 @@ TEST_P(PagerTest, ServesManyThreadsAtOnce) {
         wrong += blocks_[static_cast<std::size_t>(block)]->equal() ? 0 : 1;
         pager_->release(block, AcquireReason::kFault);
         if (i % 16 == 0) {
-          pager_->evict_one(true);
+          pager_->evict_one();
         }
       }
     });

@@ -97,11 +97,10 @@ TEST_F(SettledTest, TheLastResortIsAskedWhenNothingElseCanGo) {
   pager_.acquire(3, AcquireReason::kHook);
   EXPECT_EQ(asked, 1);
   pager_.release(3, AcquireReason::kHook);
-  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // block 3
-  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // one block leaves its home,
+  EXPECT_TRUE(pager_.evict_one());  // block 3
+  EXPECT_TRUE(pager_.evict_one());  // one block leaves its home,
   EXPECT_EQ(asked, 2);
-  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));    // and is evicted
-  EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false));  // inside an allocator no thread may wait for another
+  EXPECT_TRUE(pager_.evict_one());  // and is evicted
   EXPECT_EQ(asked, 2);
 }
 
@@ -117,7 +116,7 @@ TEST_F(SettledTest, WhatIsWrittenWhileABlockComesHomeIsNotTakenForHome) {
   pager_.contents().mark_dirty(1);
   EXPECT_FALSE(pager_.contents().unsettle(1, before));
   EXPECT_TRUE(pager_.contents().unsettle(1, pager_.contents().of(1).writes));
-  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/false)) << "clean, and so it can go";
+  EXPECT_TRUE(pager_.evict_one()) << "clean, and so it can go";
 
   settle(2, 0);
   pager_.acquire(2, AcquireReason::kFault);
@@ -125,10 +124,9 @@ TEST_F(SettledTest, WhatIsWrittenWhileABlockComesHomeIsNotTakenForHome) {
   const std::int64_t during = pager_.contents().of(2).writes;
   EXPECT_TRUE(pager_.contents().unsettle(2, during)) << "the end of the window brings it home";
   pager_.release(2, AcquireReason::kFault);
-  EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false)) << "dirty";
-  pager_.contents().write_back_dirty();
-  EXPECT_EQ(pager_.statistics().write_backs, 1);
-  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/false));
+  EXPECT_EQ(pager_.statistics().write_backs, 0);
+  EXPECT_TRUE(pager_.evict_one());
+  EXPECT_EQ(pager_.statistics().write_backs, 1) << "dirty: it goes home first";
 }
 
 }  // namespace

@@ -1,0 +1,196 @@
+"""The budget inside torch's allocator: room for allocations of any size, streams, figures, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ext
+from hydra_ext import optim
+from hydra_ext.errors import BudgetTooSmall, InvalidBudget, InvalidDevice, StateError
+from support.gpu import assert_same, mean_of_squares, offloaded, train, train_plain
+
+MIB = 2**20
+
+
+class Spread(nn.Module):
+    """Layers of 4 MiB each. The output is that of the last one, ``spread`` times."""
+
+    def __init__(self, *, layers: int = 60, spread: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(layers)])
+        self.spread = spread
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[None] * torch.linspace(0.5, 1, self.spread, device=x.device)[:, None, None]
+
+
+def test_an_activation_of_any_size_finds_room_while_blocks_hold_it() -> None:
+    """The first steps fill the budget with weights. Then the output takes a seventh of it, and backward five more."""
+    budget, rows = 192 * MIB, 16
+    model = Spread()
+    data = [torch.randn(rows, 1024) for _ in range(6)]
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        large = any(torch.equal(batch.cpu(), each) for each in data[2:5])
+        model.spread = budget // 7 // batch.nbytes if large else 1
+        return mean_of_squares(model, batch)
+
+    expected = train_plain(model, data, loss_of)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with offloaded(model, optimizer, budget=budget) as run:
+        found = train(model, optimizer, data, loss_of)
+        report = run.report()
+        assert report.spills > 0
+        assert report.peak_bytes <= budget
+    assert_same(found, expected)
+
+
+def test_once_the_order_is_known_nothing_is_thrown_out_for_an_allocation() -> None:
+    """Activations of many sizes, which torch's allocator rounds and splits."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(24)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for at, layer in enumerate(self.layers):
+                rows = 64 + 293 * (at % 5)
+                x = torch.cat([torch.tanh(layer(x[:rows])), x[rows:]])
+            return x
+
+    model = Uneven()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with offloaded(model, optimizer, budget=330 * MIB) as run:
+        seen = []
+        for batch in torch.randn(7, 1300, 1024):
+            train(model, optimizer, [batch], mean_of_squares)
+            report = run.report()
+            seen.append((report.spills, torch.cuda.memory_stats()["num_alloc_retries"], report.loads))
+    spills, retries, loads = zip(*seen, strict=True)
+    assert spills[-1] == spills[3], spills
+    assert retries[-1] == retries[3], retries
+    assert len({after - before for before, after in itertools.pairwise(loads[3:])}) == 1, loads
+
+
+def test_settled_blocks_stay_while_the_activations_are_the_same() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    with offloaded(model, optimizer, budget=192 * MIB) as run:
+        moved = []
+        for batch in torch.randn(12, 64, 1024):
+            mean_of_squares(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            moved.append(run.report().homes_moved_bytes)
+        assert run.core.homes.statistics.settled > 0
+        assert run.core.homes.statistics.returned == 0
+    assert moved[-1] == moved[4], moved
+
+
+def test_memory_that_blocks_hold_is_found_from_another_stream() -> None:
+    """torch's allocator reuses memory on its own stream only, until it has been released."""
+    budget = 192 * MIB
+    model = Spread()
+    side = torch.cuda.Stream()
+    with offloaded(model, None, budget=budget), torch.no_grad():
+        model(torch.randn(8, 1024))
+        model(torch.randn(8, 1024))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            ones = torch.ones(budget // 2, dtype=torch.uint8, device="cuda")
+            total = int(ones.sum())
+        torch.cuda.current_stream().wait_stream(side)
+        assert total == budget // 2
+
+
+def test_the_users_peak_spans_the_run() -> None:
+    model = nn.Linear(1024, 1024)
+    with offloaded(model, None, budget=96 * MIB), torch.no_grad():
+        torch.cuda.reset_peak_memory_stats()
+        passing = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        del passing
+        for _ in range(2):
+            model(torch.randn(8, 1024))
+        assert torch.cuda.max_memory_allocated() >= 40 * MIB
+
+
+def test_the_current_device_stays_current() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    model = nn.Linear(1024, 1024)
+    with hydra_ext.offload(model, None, budget=64 * MIB, device="cuda:1"):
+        assert torch.cuda.current_device() == 0
+        with torch.no_grad():
+            assert model(torch.randn(8, 1024)).device.index == 1
+        assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_device() == 0
+
+
+def test_peak_bytes_are_those_of_the_run() -> None:
+    before = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    del before
+    torch.cuda.empty_cache()
+    model = nn.Linear(1024, 1024)
+    with offloaded(model, None, budget=64 * MIB) as run, torch.no_grad():
+        model(torch.randn(8, 1024))
+        assert 0 < run.report().peak_bytes <= 64 * MIB
+
+
+# ---- what is refused, before anything has changed --------------------------------------------------------------------
+
+
+def test_memory_that_the_process_holds_already_is_named() -> None:
+    held = torch.empty(60 * MIB, dtype=torch.uint8, device="cuda")
+    model = nn.Linear(1024, 1024)
+    pointer = model.weight.data_ptr()
+    with pytest.raises(BudgetTooSmall, match=r"reserved 60\.00 MiB") as raised:
+        hydra_ext.offload(model, None, budget=62 * MIB, device="cuda").__enter__()
+    assert raised.value.needed > 64 * MIB
+    assert model.weight.data_ptr() == pointer
+    del held
+    with offloaded(model, None, budget=62 * MIB), torch.no_grad():
+        model(torch.randn(8, 1024))
+
+
+def test_budgets_that_together_pass_the_device_are_refused() -> None:
+    _, total = torch.cuda.mem_get_info()
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    with offloaded(first, None, budget=int(total * 0.6)), torch.no_grad():
+        first(torch.randn(8, 64))
+        with pytest.raises(InvalidBudget, match="other"):
+            hydra_ext.offload(second, None, budget=int(total * 0.6), device="cuda").__enter__()
+    with offloaded(second, None, budget=int(total * 0.6)), torch.no_grad():
+        second(torch.randn(8, 64))
+
+
+def test_another_allocator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(InvalidDevice, match="cudaMallocAsync"):
+        hydra_ext.offload(nn.Linear(8, 8), None, budget=64 * MIB, device="cuda").__enter__()
+
+
+def test_a_run_is_not_opened_under_capture() -> None:
+    model = nn.Linear(8, 8)
+    offload = hydra_ext.offload(model, None, budget=64 * MIB, device="cuda")
+    torch.cuda.synchronize()
+    with pytest.raises(StateError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        offload.__enter__()
+    torch.cuda.synchronize()
+    with offloaded(model, None, budget=64 * MIB), torch.no_grad():
+        model(torch.randn(8, 8))
+
+
+def test_an_out_of_memory_error_says_what_the_device_holds() -> None:
+    model = Spread(layers=20)
+    with offloaded(model, None, budget=64 * MIB), torch.no_grad():
+        model(torch.randn(8, 1024))
+        with pytest.raises(torch.OutOfMemoryError, match=r"other tensors .* unused") as raised:
+            model(torch.randn(2**15, 1024))
+        assert "64.00 MiB" in str(raised.value)
+        model(torch.randn(8, 1024))
