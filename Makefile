@@ -53,8 +53,8 @@ NVCC     := $(shell command -v nvcc)
 # ThreadSanitizer of older compilers fails under the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda emulated emulated-test gpu-test \
-        gpu-bench mutants \
+.PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda \
+        emulated emulated-test emulated-test-full gpu-test gpu-bench mutants \
         stubs stubs-check docs wheel wheel-test other-key clean FORCE
 all: $(BUILD)/.built ## build, and install into $(VENV), editable: Python files are used in place
 
@@ -110,7 +110,7 @@ demo: $(BUILD)/.built ## build, then run the demonstration on this machine
 	cd / && $(PYTHON) -W ignore -m hydra_ext demo --picture $(CURDIR)/memory.png
 
 test: export HYDRA_WERROR = ON
-test: lint pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all parts that need no GPU, as CI: a sample of the Python tests, C++ tests under sanitizers
+test: lint pytest stubs-check asan tsan $(if $(NVCC),check-cuda emulated-test) wheel-test ## all parts that need no GPU, as CI: a sample of the Python tests, C++ tests under sanitizers
 	@$(if $(NVCC),,echo "this machine has no nvcc: the CUDA sources were not compiled")
 
 check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: lint and fast tests of every part, under 2 minutes
@@ -119,7 +119,7 @@ check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: li
 pytest: $(BUILD)/.built $(VENV)/.deps-test ## a sample of the Python tests, WORKERS=2 at a time; SAMPLE= runs every case, but the long ones
 	$(PYTEST) $(PARALLEL) $(SAMPLE) .
 
-test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## every case of every test that needs no GPU, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
+test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full $(if $(NVCC),emulated-test-full)) ## every case of every test that needs no GPU, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu and not emulated" --shard=$$shard/$(SHARDS) .); done
 
@@ -171,10 +171,15 @@ check-cuda: $(VENV)/.deps ## compile every CUDA source with warnings as errors; 
 emulated: $(BUILD)/.built ## the emulated CUDA machine, and the extension with its CUDA backend; needs CUDA's headers, no GPU
 	cmake --build $(BUILD) --target emulated
 
-emulated-test: emulated $(VENV)/.deps-test ## the tests of the emulated machine under torch; no GPU
+emulated-test: emulated $(VENV)/.deps-test ## a sample of the tests of the emulated machine, and of those for a GPU on it; SAMPLE= runs every case
 	$(call venv_beside,build/emulated-venv)
-	cd tests && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python -m pytest -q -n $(WORKERS) \
-	  -p emulated_cuda.pytest_plugin -m "emulated or not emulated" emulated
+	@# One after the other: torch's own samples of operators fix settings that the others change.
+	cd tests && for folder in emulated cuda; do \
+	  PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python -m pytest -q $(PARALLEL) $(SAMPLE) \
+	    -p emulated_cuda.pytest_plugin -m "emulated or gpu" $$folder || exit; done
+
+emulated-test-full: ## every test on the emulated machine
+	$(MAKE) emulated-test SAMPLE=
 
 # Continues an earlier run: results stay valid until their files change. MUTANTS has further options.
 COUNT ?= 200
@@ -188,7 +193,8 @@ mutants: $(VENV)/.deps-test ## puts small faults into package and engine, and ch
 gpu-test: $(BUILD)/.built $(VENV)/.deps-test $(BUILD)-gtest/googletest.cmake ## the tests that need a GPU; fails without one
 	cd tests && $(PYTHON) ../tools/check_gpu.py
 	$(CORE_CMAKE) -B $(BUILD)-gpu -DHYDRA_GPU_TESTS=ON
-	cmake --build $(BUILD)-gpu --target hydra_cuda_tests && ctest --test-dir $(BUILD)-gpu -R gpu_ --output-on-failure --no-tests=error
+	cmake --build $(BUILD)-gpu --target hydra_cuda_tests
+	$(PYTHON) tools/gpu_session.py --contract ctest --test-dir $(CURDIR)/$(BUILD)-gpu -R gpu_ --output-on-failure --no-tests=error
 	$(PYTEST) -m gpu .
 
 gpu-bench: $(BUILD)/.built ## benchmarks on a GPU; CELL='--model 4b --tokens 8192' selects one cell of the table of steps

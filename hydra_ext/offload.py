@@ -175,18 +175,18 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._run: Run | None = None
         _refuse_unsupported(model)
         self._layout = self._find_layout(blocks)
-        self._check_budget()
+        self._largest_block()
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
         largest = min(total // _BLOCKS_PER_MODEL, self._budget // _BLOCKS_PER_BUDGET)
         return discover(self._model, largest_bytes=largest, modules=blocks)
 
-    def _check_budget(self) -> None:
-        """Checks the budget against the largest block, which :meth:`__enter__` checks again on its device."""
+    def _largest_block(self) -> tuple[str, int]:
+        """Name and bytes of the largest block, which fits into the budget."""
         sizes = {block.name: _slot_bytes(block.parameters, self._param_dtype) for block in self._layout.blocks}
         buffers = buffer_bytes(self._model)
-        name, size = self._largest = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+        name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
         smallest = size + buffers
         if smallest > self._budget:
             raise BudgetTooSmall(
@@ -199,12 +199,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
                 block_bytes=size,
                 needed=smallest,
             )
+        return name, size
 
     def __enter__(self) -> Run:
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
-        self._place.expect_room(self._budget, *self._largest)
+        self._place.expect_room(self._budget, *self._largest_block())
         replicas = self._meet_others()
         arena = self._place.make_arena()
         backend = self._place.make_backend()

@@ -21,8 +21,13 @@ void Passes::note_leaving(Bytes gradients) {
   gradients_leaving_ += gradients;
 }
 
-void Passes::begin(PassKind kind, int version) {
+void Passes::expect_usable() {
   table_.home().expect_here();
+  backend_.expect_usable();
+}
+
+void Passes::begin(PassKind kind, int version) {
+  expect_usable();
   take_peak();  // discards the peak between the passes
   Plan planned;
   {
@@ -116,9 +121,8 @@ Passes::Plan Passes::plan(const Lock& /*lock*/) {
 }
 
 void Passes::arrive(std::int32_t index) {
-  table_.home().expect_here();
+  expect_usable();
   PagedBlock& block = table_.at(index);
-  backend_.expect_usable();
   const Bytes peak = take_peak();
   Plan planned;
   {

@@ -37,6 +37,9 @@ class Passes {
   Passes(const Passes&) = delete;
   Passes& operator=(const Passes&) = delete;
 
+  /// Throws StateError if the calling thread must not use a block now (DeviceBackend::expect_usable), or in a forked
+  /// child.
+  void expect_usable();
   void begin(PassKind kind, int version = 0);
   /// The pass uses `block` next: records it, fetches it, fetches ahead, pins it. Pair with Pager::release() for kHook.
   /// Throws the load's error; then nothing is pinned.

@@ -25,6 +25,16 @@ struct MemoryClient {
   std::function<std::string()> explain;
 };
 
+/// What a device's allocator does beside the ledger. Without functions the ledger sees every byte.
+struct DeviceMeter {
+  /// Returns the most bytes that were allocated outside of slots() since its last call.
+  std::function<Bytes()> take_peak{};
+  /// Says what is held now, for messages.
+  std::function<std::string()> describe{};
+  /// The part of the budget that plans leave free, because the allocator may not be able to use it.
+  Bytes slack = 0;
+};
+
 class DeviceBackend {
  public:
   DeviceBackend() = default;
@@ -42,8 +52,6 @@ class DeviceBackend {
   virtual Resource& slots() noexcept = 0;
   /// The bytes that a slot of `bytes` takes on the device.
   virtual Bytes slot_bytes(Bytes bytes) const noexcept { return bytes; }
-  /// The part of a budget that plans leave free, because the device's allocator may not be able to use it.
-  virtual Bytes slack(Bytes /*budget*/) const noexcept { return 0; }
   virtual Lane& to_device() noexcept = 0;
   virtual Lane& to_host() noexcept = 0;
 
@@ -66,11 +74,8 @@ class DeviceBackend {
   /// Serves a run until the result is destroyed: keeps memory that the engine does not allocate within the run's
   /// budget. Null if the ledger sees every byte.
   virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }
-  /// What the device's allocator holds now, for messages. Empty if the ledger sees every byte.
-  virtual std::string describe_memory() const { return {}; }
-  /// A function that returns the peak of bytes allocated outside of slots() since its last call. Empty if the ledger
-  /// sees every byte.
-  virtual std::function<Bytes()> activation_meter() { return {}; }
+  /// For a run with this budget. The result must not outlive the backend.
+  virtual DeviceMeter meter(Bytes /*budget*/) { return {}; }
   /// The bytes per second that optimizer steps on the host may read and write; 0 sets no limit.
   virtual double host_memory_bytes_per_second() const noexcept { return 0.0; }
   /// Tells that the calling thread has enqueued compute that reads these bytes. Some backends check such reads.

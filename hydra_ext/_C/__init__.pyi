@@ -1392,6 +1392,11 @@ class ModelMemory:
     @property
     def ledger(self) -> Ledger: ...
     @property
+    def slack(self) -> int:
+        """
+        The part of the budget that plans leave free for the device's allocator, in bytes.
+        """
+    @property
     def slot_bytes(self) -> int:
         """
         Bytes that the device has given to slots and has not got back.

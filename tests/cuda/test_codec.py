@@ -53,7 +53,7 @@ def test_every_pattern_of_sixteen_bits_alone_in_its_block(dtype: torch.dtype) ->
     alone = torch.zeros(2**16, 32, dtype=torch.int16)
     alone[torch.arange(2**16), torch.arange(2**16) % 32] = patterns
     for tensor in (patterns.view(dtype), alone.view(dtype)):
-        for error_bound in (1e-30, 1e-4, 0.01, 0.1, 3.0, 7e4):
+        for error_bound in (1e-4, 3.0) if EMULATED else (1e-30, 1e-4, 0.01, 0.1, 3.0, 7e4):
             here = codec.compress(tensor, error_bound=error_bound)
             there = codec.compress(tensor.cuda(), error_bound=error_bound)
             assert there.to_bytes() == here.to_bytes()
@@ -81,7 +81,7 @@ def test_damaged_streams_are_refused() -> None:
     tensor = torch.randn(100_000, device="cuda").relu()
     random = torch.Generator().manual_seed(6)
     refused = 0
-    for _ in range(100):
+    for _ in range(40 if EMULATED else 100):
         packed = codec.compress(tensor, error_bound=0.02)
         stream = packed._stream
         at = int(torch.randint(PART, stream.numel(), (), generator=random))

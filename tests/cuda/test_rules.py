@@ -194,9 +194,10 @@ def _in_a_child(queue: object) -> None:
 
 
 def test_forked_workers_get_no_copy_of_a_pinned_arena() -> None:
-    model = deep(width=4096, layers=32)  # 2 GiB
+    width = 2048 if EMULATED else 4096
+    model = deep(width=width, layers=32)  # 2 GiB; emulated half a GiB
     with offloaded(model, None, budget=BUDGET), torch.no_grad():
-        model(torch.randn(1, 4096))
+        model(torch.randn(1, width))
         context = multiprocessing.get_context("fork")
         queue = context.Queue()
         workers = [context.Process(target=_in_a_child, args=(queue,)) for _ in range(4)]
@@ -207,4 +208,4 @@ def test_forked_workers_get_no_copy_of_a_pinned_arena() -> None:
         assert all(worker.exitcode == 0 for worker in workers)
         parameters = sum(parameter.nbytes for parameter in model.parameters())
         assert all(queue.get() <= _resident_bytes() - 0.9 * parameters for _ in workers)
-        model(torch.randn(1, 4096))
+        model(torch.randn(1, width))

@@ -1,7 +1,7 @@
 // Only in builds with CUDA.
-#include "csrc/pytorch/memory/cuda_backend.h"
+#include "csrc/pytorch/cuda/cuda_backend.h"
 #include "csrc/bindings/bindings.h"
-#include "csrc/pytorch/memory/cuda_budget.h"
+#include "csrc/pytorch/cuda/cuda_budget.h"
 #include "csrc/transfer/cuda/cuda_pinner.h"
 
 namespace py = pybind11;

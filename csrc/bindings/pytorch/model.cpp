@@ -36,8 +36,9 @@ void bind_model(py::module_& module) {
       .def_property_readonly("ledger", &ModelMemory::ledger)
       .def_property_readonly("backend", &ModelMemory::backend)
       .def_property_readonly("arena_bytes", [](const ModelMemory& memory) { return memory.arena()->mapped_bytes(); })
-      .def_property_readonly("slack", &ModelMemory::slack,
-                             "The part of the budget that plans leave free for the device's allocator, in bytes.")
+      .def_property_readonly(
+          "slack", [](const ModelMemory& memory) { return memory.meter().slack; },
+          "The part of the budget that plans leave free for the device's allocator, in bytes.")
       .def_property_readonly("slot_bytes", &ModelMemory::slot_bytes,
                              "Bytes that the device has given to slots and has not got back.");
   py::class_<ModelBlocks>(module, "ModelBlocks", "The blocks, and both faces of their parameters.")

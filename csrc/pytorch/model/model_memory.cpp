@@ -31,8 +31,8 @@ void ModelMemory::charge_buffers(Bytes bytes) {
 }
 
 std::string ModelMemory::describe() const {
-  if (std::string seen = backend_->describe_memory(); !seen.empty()) {
-    return seen;
+  if (const DeviceMeter seen = meter(); seen.describe) {
+    return seen.describe();
   }
   const Ledger& ledger = account_->ledger();
   return "weights " + human_bytes(ledger.in_use(MemoryClass::kWeights)) + ", gradients " +

@@ -39,8 +39,7 @@ class ModelMemory {
   void charge_buffers(Bytes bytes);
   /// The bytes of slots and optimizer state that the device has allocated and that were not released.
   Bytes slot_bytes() const noexcept { return tracked_.statistics().live_bytes; }
-  /// See DeviceBackend::slack().
-  Bytes slack() const noexcept { return backend_->slack(budget_); }
+  DeviceMeter meter() const { return backend_->meter(budget_); }
   /// Describes the memory that the device holds, by class.
   std::string describe() const;
 

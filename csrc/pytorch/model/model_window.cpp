@@ -75,7 +75,7 @@ void ModelWindow::open_window(PassKind kind) {
   HYDRA_EXPECT(changes.empty(), ModelChanged,
                "the model changed inside its offload context: " + changes +
                    ". Leave the context, change the model, and enter it again");
-  model_.memory().backend().expect_usable();
+  model_.pager().passes().expect_usable();
   model_.arrivals().timeline().begin_pass(kind);
   {
     const py::gil_scoped_release released;

@@ -52,10 +52,11 @@ PagerOptions PagedModel::pager_options(const PagedModelOptions& options) {
     const ReleaseGilIfHeld released;
     return (stash && stash->give_one_up()) || homes_.device().give_one_up();
   };
-  made.activations.meter = memory_.backend().activation_meter();
-  made.activations.slack = memory_.slack();
+  DeviceMeter meter = memory_.meter();
   // The meter counts gradients on their way as activations.
-  made.activations.gradient_reserve = made.activations.meter ? options.gradient_bound : 0;
+  made.activations.gradient_reserve = meter.take_peak ? options.gradient_bound : 0;
+  made.activations.meter = std::move(meter.take_peak);
+  made.activations.slack = meter.slack;
   made.fault_path = options.fault_path;
   return made;
 }

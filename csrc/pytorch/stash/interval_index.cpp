@@ -2,9 +2,30 @@
 
 #include <utility>
 
+#include "csrc/base/errors.h"
 #include "csrc/pytorch/stash/stashed_interval.h"
 
 namespace hydra {
+
+void StashFigures::leave_unread(UnreadLength length) {
+  unread.push_back(std::move(length));
+  while (!unread.empty() && unread.front().made->reached()) {
+    count_length(unread.front());
+    unread.pop_front();
+  }
+}
+
+void StashFigures::count_length(const UnreadLength& length) {
+  Bytes bytes = length.made_bytes;
+  try {
+    bytes = length.read(length.header.const_data_ptr(), length.made_bytes);
+  } catch (const Error&) {
+    // The device reported an error, which was raised where the stream was read.
+  }
+  statistics.stream_bytes += bytes - length.made_bytes;
+  parts[length.part].streams += bytes - length.made_bytes;
+  length.wishes.count(length.saved_bytes, bytes);
+}
 
 StashedIntervalPtr IntervalIndex::Lock::look_at(const std::weak_ptr<StashedInterval>& known) const {
   StashedIntervalPtr interval = known.lock();

@@ -26,6 +26,7 @@
 #include "csrc/pytorch/stash/device_room.h"
 #include "csrc/pytorch/stash/treatment.h"
 #include "csrc/pytorch/stash/wishes.h"
+#include "csrc/transfer/fence.h"
 #include "csrc/transfer/ticket.h"
 
 namespace hydra {
@@ -68,11 +69,29 @@ struct StashExact {
   Bytes bytes = 0;
 };
 
+/// The stream of an interval that has ended before the device reported its length. Until that is read, figures count
+/// the memory that the stream was made in.
+struct UnreadLength {
+  at::Tensor header;
+  Bytes (*read)(const void* header, Bytes made) = nullptr;
+  Bytes made_bytes = 0;
+  FencePtr made;
+  Bytes saved_bytes = 0;
+  std::int32_t part = -1;
+  Wishes wishes;
+};
+
 /// Figures for reports. No decision depends on them.
 struct StashFigures {
+  /// Counts a length later; those that the device has reported by now, at once.
+  void leave_unread(UnreadLength length);
+  /// The device has to have reported it.
+  void count_length(const UnreadLength& length);
+
   StashStatistics statistics;  // except for the bytes that are on the device and on the host now
   std::map<std::int32_t, StashPart> parts;
   std::map<std::string, StashExact> exact;  // by the operator that needs exact bytes, or by another reason
+  std::deque<UnreadLength> unread;
 };
 
 /// The identity and value of a tensor's version counter, for comparison only.

@@ -192,6 +192,9 @@ bool Stash::await_leaving() {
 }
 
 bool Stash::give_one_up() {
+  if (finisher_ == std::this_thread::get_id()) {
+    return false;  // asked from inside finish(), which other intervals may need before they can leave
+  }
   const std::optional<IntervalIndex::RoomStep> step = index_->next_to_give_up();
   if (!step) {
     return false;
@@ -237,7 +240,22 @@ std::optional<StashPass> Stash::last_pass() const {
   return index_->room(lock).last_pass();
 }
 
+void Stash::read_lengths() const {
+  const ReleaseGilIfHeld released;
+  std::deque<UnreadLength> unread;
+  {
+    const Lock lock(*index_);
+    unread.swap(index_->figures(lock).unread);
+  }
+  for (const UnreadLength& each : unread) {
+    each.made->wait();
+    const Lock lock(*index_);
+    index_->figures(lock).count_length(each);
+  }
+}
+
 std::map<std::int32_t, StashPart> Stash::parts() const {
+  read_lengths();
   const Lock lock(*index_);
   return index_->figures(lock).parts;
 }
@@ -253,6 +271,7 @@ StashStatistics Stash::statistics() const {
     backend_->to_host().drain();
     backend_->to_device().drain();
   }
+  read_lengths();
   const Bytes lent = copies_->statistics().host_bytes;
   const Lock lock(*index_);
   StashStatistics now = index_->figures(lock).statistics;

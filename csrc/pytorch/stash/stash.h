@@ -22,11 +22,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -96,6 +98,8 @@ class Stash final {
   /// Frees memory of intervals until `bytes` more fit, or no interval can make room.
   void make_room(Bytes bytes, bool in_backward);
   void wait_for_room(Ticket& ticket);
+  /// Waits for the lengths that intervals left unread, and counts them.
+  void read_lengths() const;
   /// Returns device memory with the saved tensor's interval, and where it begins there. Compute that is enqueued from
   /// now on may read it.
   std::pair<c10::Storage, Bytes> fetched(SavedTensor& saved);
@@ -114,7 +118,8 @@ class Stash final {
   const c10::Device device_;
   CoderRoom room_;
   std::mutex finishing_;
-  mutable std::mutex protecting_;  // guards protected_
+  std::atomic<std::thread::id> finisher_;  // the thread that has it
+  mutable std::mutex protecting_;          // guards protected_
   std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> protected_;
 };
 

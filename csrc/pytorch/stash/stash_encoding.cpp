@@ -1,6 +1,7 @@
 // The part of a stash that encodes intervals: when it does, and how long their streams are.
 #include <ATen/ops/clone.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/ScopeExit.h>
 
 #include <utility>
 
@@ -71,6 +72,8 @@ void Stash::finish(const StashedIntervalPtr& interval) {
     return;
   }
   const auto alone = lock_without_gil(finishing_);
+  finisher_ = std::this_thread::get_id();
+  const auto finished = c10::make_scope_exit([this] { finisher_ = std::thread::id(); });
   const std::optional<StashedInterval::Making> making = interval->making();
   if (!making) {
     return;

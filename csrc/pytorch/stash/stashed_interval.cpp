@@ -82,6 +82,16 @@ StashedInterval::~StashedInterval() {
   const Lock lock(*index_);
   freed = free(lock);
   count_outcome(lock);
+  if (making_) {
+    Encoded& encoded = making_->encoded;
+    index_->figures(lock).leave_unread({.header = std::move(encoded.header),
+                                        .read = encoded.read,
+                                        .made_bytes = encoded.stream.numel(),
+                                        .made = std::move(making_->made),
+                                        .saved_bytes = saved_.bytes,
+                                        .part = saved_.part,
+                                        .wishes = std::move(wishes_)});
+  }
   index_->forget(lock, *this, elsewhere_.found_by);
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hydra_ext.cli.doctor import build, device, host
+from hydra_ext.cli.doctor import build, device, gpu, host
 from hydra_ext.cli.doctor.report import Report, to_json, to_text
 
 
@@ -23,14 +23,17 @@ def examine() -> Report:
     built = build.collect()
     machine = host.collect()
     accelerator = device.collect()
+    gpus = gpu.collect() if accelerator.cuda_available else None
     sections = {
         "build": build.section(built),
         "host": host.section(machine),
         "device": device.section(accelerator),
+        **({} if gpus is None else {"gpu": gpu.section(gpus)}),
     }
     found = [
         *build.checks(built),
         *host.checks(machine),
         *device.checks(accelerator, built.built_cuda, machine.memlock_limit_bytes),
+        *([] if gpus is None else gpu.checks(gpus)),
     ]
     return Report(sections, found)

@@ -7,6 +7,7 @@
 #include <array>
 #include <cfenv>
 #include <cstdlib>
+#include <latch>
 #include <numeric>
 #include <random>
 #include <set>
@@ -113,7 +114,10 @@ TEST_F(Launch, LeavesAnErrorOfTheRuntimeBehind) {
 
 TEST_F(Launch, FailsTheDeviceIfTheKernelBreaksTheRules) {
   const test::OwnStream stream;
+  std::latch gate(1);  // so that the launch does not return the kernel's own error
+  launch(stream, [&gate] { gate.wait(); });
   ASSERT_EQ(launch_barrier_in_branch(3, stream), cudaSuccess);
+  gate.count_down();
   EXPECT_EQ(cudaStreamSynchronize(stream), cudaErrorLaunchFailure);
   EXPECT_TRUE(contains(last_error(), "kernel barrier_in_branch, block (")) << last_error();
   EXPECT_TRUE(contains(last_error(), "small_kernels.cu:" + std::to_string(kBranchLine))) << last_error();

@@ -1,11 +1,11 @@
-#include "csrc/pytorch/memory/cuda_backend.h"
+#include "csrc/pytorch/cuda/cuda_backend.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "csrc/optim/cuda_step.h"
-#include "csrc/pytorch/memory/cuda_budget.h"
-#include "csrc/pytorch/memory/cuda_relief.h"
+#include "csrc/pytorch/cuda/cuda_budget.h"
+#include "csrc/pytorch/cuda/cuda_relief.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
 namespace hydra {
@@ -46,19 +46,14 @@ std::shared_ptr<void> CudaBackend::serve(MemoryClient client) {
   return std::make_shared<Service>(std::move(client), cuda_slots_);
 }
 
-Bytes CudaBackend::slack(Bytes budget) const noexcept {
-  constexpr Bytes kDivisor = 25;  // 4 %; what torch's allocator cannot use beyond it, the meter counts
-  return budget / kDivisor;
-}
-
-std::string CudaBackend::describe_memory() const {
-  const CudaMemory now = memory();
-  return "weights " + human_bytes(now.slots) + ", other tensors " + human_bytes(now.allocated - now.slots) +
-         ", and unused memory between them of " + human_bytes(now.reserved - now.allocated);
-}
-
-std::function<Bytes()> CudaBackend::activation_meter() {
-  return [this] { return cuda_slots_.take_activation_peak(); };
+DeviceMeter CudaBackend::meter(Bytes budget) {
+  constexpr Bytes kSlackDivisor = 25;  // 4 %; what torch's allocator cannot use beyond it, the meter counts
+  const auto describe = [this] {
+    const CudaMemory now = memory();
+    return "weights " + human_bytes(now.slots) + ", other tensors " + human_bytes(now.allocated - now.slots) +
+           ", and unused memory between them of " + human_bytes(now.reserved - now.allocated);
+  };
+  return {[this] { return cuda_slots_.take_activation_peak(); }, describe, budget / kSlackDivisor};
 }
 
 void CudaBackend::run(const StepPlan& plan, float scale) {

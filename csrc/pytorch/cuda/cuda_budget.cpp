@@ -1,4 +1,4 @@
-#include "csrc/pytorch/memory/cuda_budget.h"
+#include "csrc/pytorch/cuda/cuda_budget.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 

@@ -10,7 +10,7 @@
 // Without a run, a call costs one look at a counter. Threads: any. Sizes are bytes.
 #pragma once
 
-#include "csrc/pytorch/memory/cuda_slots.h"
+#include "csrc/pytorch/cuda/cuda_slots.h"
 #include "csrc/transfer/device_backend.h"
 
 namespace hydra {

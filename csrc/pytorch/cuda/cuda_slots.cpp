@@ -1,10 +1,10 @@
-#include "csrc/pytorch/memory/cuda_slots.h"
+#include "csrc/pytorch/cuda/cuda_slots.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include "csrc/base/errors.h"
-#include "csrc/pytorch/memory/cuda_relief.h"
+#include "csrc/pytorch/cuda/cuda_relief.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
 namespace hydra {

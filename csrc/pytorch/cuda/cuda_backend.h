@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "csrc/optim/device_math.h"
-#include "csrc/pytorch/memory/cuda_slots.h"
+#include "csrc/pytorch/cuda/cuda_slots.h"
 #include "csrc/transfer/cuda/cuda_device.h"
 
 namespace hydra {
@@ -27,10 +27,8 @@ class CudaBackend final : public CudaDevice, public DeviceMath {
   static std::shared_ptr<CudaBackend> make(int device);
 
   Bytes slot_bytes(Bytes bytes) const noexcept override { return CudaSlots::rounded(bytes); }
-  Bytes slack(Bytes budget) const noexcept override;
   std::shared_ptr<void> serve(MemoryClient client) override;
-  std::string describe_memory() const override;
-  std::function<Bytes()> activation_meter() override;
+  DeviceMeter meter(Bytes budget) override;
   CudaMemory memory() const;
   /// Runs on the calling thread's current stream.
   void run(const StepPlan& plan, float scale) override;
