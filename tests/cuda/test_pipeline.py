@@ -1,0 +1,72 @@
+"""Ranks with a GPU each: NCCL carries what crosses, and a rank that dies ends the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.pipeline import pipeline_gpus, pipelines
+from support.pipeline.pipeline_failures import run_to_the_end
+from support.pipeline.pipelines import Case
+from support.ranks import BOTH, NCCL, run_ranks
+
+TWO = pytest.mark.two_gpus
+FOUR = pytest.mark.four_gpus
+BACKENDS = [NCCL, BOTH]
+
+
+def check(case: Case, folder: Path, *, delay: int, backend: str, seed: int | None = None) -> None:
+    size = case.stages * case.replicas
+    found = run_ranks(pipeline_gpus.train, case, seed, folder=folder, size=size, backend=backend)
+    pipelines.same(found, pipelines.recurrence(case, delay, "cuda"), case, delay)
+
+
+@TWO
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("2bw", 1)])
+def test_two_ranks_train_as_plain_pytorch_does(schedule: str, delay: int, backend: str, tmp_path: Path) -> None:
+    check(Case(schedule, steps=4), tmp_path, delay=delay, backend=backend, seed=1)
+
+
+@FOUR
+@pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("2bw", 1)])
+def test_four_ranks_train_as_plain_pytorch_does(schedule: str, delay: int, tmp_path: Path) -> None:
+    check(Case(schedule, stages=4, steps=3), tmp_path, delay=delay, backend=NCCL, seed=2)
+
+
+@TWO
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_replicas_average_on_their_gpus(backend: str, tmp_path: Path) -> None:
+    check(Case("1f1b", stages=1, replicas=2, steps=4), tmp_path, delay=0, backend=backend, seed=3)
+
+
+@FOUR
+def test_two_replicas_of_two_stages_train_as_plain_pytorch_does(tmp_path: Path) -> None:
+    check(Case("2bw", replicas=2, steps=4), tmp_path, delay=1, backend=NCCL, seed=4)
+
+
+@TWO
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offloaded_replicas_average_on_their_gpus(backend: str, tmp_path: Path) -> None:
+    found = run_ranks(pipeline_gpus.train_replica, 5, folder=tmp_path, backend=backend)
+    for seen, wanted in zip(found, pipeline_gpus.train_together(2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(seen["losses"], wanted["losses"], strict=True))
+        assert not [name for name, value in seen["state"].items() if not torch.equal(value, wanted["state"][name])]
+
+
+@TWO
+@pytest.mark.parametrize("where", ["sends", "receives"])
+def test_a_rank_that_dies_leaves_no_kernel_on_the_gpu_of_another(where: str, tmp_path: Path) -> None:
+    """What waits for the whole GPU, as freeing memory does, would wait for that kernel for ever."""
+    ended: dict[int, dict[str, Any]] = run_to_the_end(
+        pipeline_gpus.die, where, tmp_path, folder=tmp_path, size=2, backend=NCCL
+    )
+    assert (tmp_path / "failed").exists()
+    assert set(ended) == {0}
+    assert ended[0]["kind"] == "RankFailed"
+    assert "rank 1 has failed" in ended[0]["error"]
+    assert ended[0]["left"] == {"threads": [], "groups": 0}
+    assert (tmp_path / "synchronized").exists()

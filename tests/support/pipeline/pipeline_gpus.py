@@ -1,0 +1,152 @@
+"""Pipelines and replicas of which every rank has a GPU of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.ranks.channel import Channel
+from support import gpu
+from support.pipeline import pipelines
+from support.pipeline.pipeline_failures import leave_record
+from support.pipeline.pipelines import Case
+
+PATIENCE = 4.0  # seconds without a sign of life after which a rank has failed
+WIDTH = 96
+
+
+def prepare(rank: int, seed: int | None) -> None:
+    """Prepares a rank. With a seed, operations of an emulated GPU are late at random."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    if seed is not None and "emulated_cuda" in sys.modules:
+        import emulated_cuda
+
+        emulated_cuda.set_delays(2e-3, seed + 100 * rank)
+
+
+# ---- pipelines ------------------------------------------------------------------------------------------------------
+def train(rank: int, case: Case, seed: int | None) -> dict[str, Any]:
+    """Trains one rank; the results are those of ``pipelines.train``, on the host."""
+    prepare(rank, seed)
+    stages = [stage.cuda() for stage in pipelines.make_stages(case.stages)]
+    pipe = pipelines.pipeline_of(case, stages)
+    losses, norms = [], []
+    for step in range(case.steps):
+        data = pipelines.moved(pipelines.data_of(case, step, pipe.replica), "cuda")
+        output = pipe.step(data, pipelines.loss_of, max_norm=case.max_norm)
+        losses.append([loss.cpu() for loss in output.losses])
+        norms.append(None if output.grad_norm is None else output.grad_norm.item())
+    pipe.close()
+    weights = {stage: _values(stages[stage]) for stage in pipe.schedule.stages_of(pipe.place)}
+    return {"losses": losses, "norms": norms, "evaluations": [], "weights": weights}
+
+
+def _values(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().cpu().clone() for parameter in module.parameters()]
+
+
+def die(rank: int, where: str, folder: Path) -> None:
+    """Rank 1 is killed in the second step, and rank 0 learns of it.
+
+    Args:
+        where: "sends" or "receives": what rank 1 would have begun on its GPU, for which rank 0's GPU waits.
+    """
+    prepare(rank, None)
+    stages = pipelines.make_stages(2)
+    if rank == 1:
+        _die_at(where, folder)
+
+    def body(record: dict[str, Any]) -> None:
+        pipe = Pipeline(
+            None,
+            pipelines.native_adamw,
+            stages=stages,
+            schedule="1f1b",
+            microbatches=4,
+            budget="64MiB",
+            device="cuda",
+            seed=5,
+            patience=PATIENCE,
+        )
+        with pipe:
+            for step in range(4):
+                data = pipelines.moved([pipelines.make_microbatch(step, index) for index in range(4)], "cuda")
+                record["loss"] = pipe.step(data, pipelines.loss_of).loss.item()
+
+    leave_record(rank, folder, body)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    (folder / "synchronized").write_text("")
+    os._exit(0)
+
+
+def _die_at(where: str, folder: Path) -> None:
+    """Kills this rank before its GPU's fifth message, whose header has been sent or received."""
+    name = "send" if where == "sends" else "post"
+    begin = getattr(Channel, name)
+    calls = []
+
+    def begin_or_die(self: Channel, *arguments: Any) -> Any:
+        calls.append(self)
+        if len(calls) > 4:
+            (folder / "failed").write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin(self, *arguments)
+
+    setattr(Channel, name, begin_or_die)
+
+
+# ---- replicas -------------------------------------------------------------------------------------------------------
+def make_replica() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)])
+
+
+def batches_of(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(4)]
+
+
+def train_replica(rank: int, seed: int | None) -> dict[str, Any]:
+    """Trains one replica, offloaded."""
+    prepare(rank, seed)
+    model = make_replica()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with hydra_ext.offload(model, optimizer, budget="64MiB", device="cuda"):
+        trace = gpu.train(model, optimizer, batches_of(rank), _loss_on_gpu)
+    return {"losses": trace.losses, "state": trace.state}
+
+
+def _loss_on_gpu(model: nn.Module, batch: Tensor) -> Tensor:
+    return gpu.mean_of_squares(model, batch.cuda())
+
+
+def train_together(size: int) -> list[dict[str, Any]]:
+    """Plain PyTorch: forward and backward of each replica on the GPU, their mean, and the update on the host."""
+    host = make_replica()
+    optimizer = torch.optim.SGD(host.parameters(), lr=0.05, momentum=0.9)
+    losses: list[list[Tensor]] = [[] for _ in range(size)]
+    for step in range(4):
+        sums: list[Tensor] = []
+        for rank in range(size):
+            model = make_replica().cuda()
+            model.load_state_dict(host.state_dict())
+            loss = _loss_on_gpu(model, batches_of(rank)[step])
+            loss.backward()
+            losses[rank].append(loss.detach().cpu())
+            own = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+            sums = [total + each for total, each in zip(sums, own, strict=True)] if sums else own
+        for parameter, total in zip(host.parameters(), sums, strict=True):
+            parameter.grad = total / size
+        optimizer.step()
+    state = {name: value.detach().clone() for name, value in host.state_dict().items()}
+    return [{"losses": each, "state": state} for each in losses]
