@@ -90,7 +90,7 @@ class Replicas:
         if not direct and "cpu" not in backends:
             raise InvalidArgument(
                 f"process_group has the backends {config!r}, and the model is on {device}: initialise it with a "
-                f"backend for that device, or with gloo{_FOR_BOTH if device.type == 'cuda' else ''}"
+                f"backend for that device, or with gloo{_FOR_BOTH if 'nccl' in config else ''}"
             )
         if "cpu" not in backends and device.type == "cuda":
             logger.warning(

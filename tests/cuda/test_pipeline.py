@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from hydra_ext.errors import InvalidArgument
+from hydra_ext.runtime.replicas import Replicas
 from support.pipeline import pipeline_gpus, pipelines
 from support.pipeline.pipeline_failures import run_to_the_end
 from support.pipeline.pipelines import Case
@@ -55,6 +59,30 @@ def test_offloaded_replicas_average_on_their_gpus(backend: str, tmp_path: Path) 
     for seen, wanted in zip(found, pipeline_gpus.train_together(2), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(seen["losses"], wanted["losses"], strict=True))
         assert not [name for name, value in seen["state"].items() if not torch.equal(value, wanted["state"][name])]
+
+
+@FOUR
+def test_a_receiver_without_room_stops_no_other_link(tmp_path: Path) -> None:
+    found = run_ranks(pipeline_gpus.late_receiver, folder=tmp_path, size=3, backend=NCCL)
+    assert found == [[], [[10.0] * 2, [11.0] * 2, [12.0] * 2], [[20.0] * 2, [21.0] * 2, [22.0] * 2]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_for_the_gpu_alone_is_told_to_be_slow(
+    backend: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with caplog.at_level(logging.WARNING):
+            Replicas(dist.group.WORLD, torch.device("cuda", 0))
+        told = [record.getMessage() for record in caplog.records]
+        if backend == NCCL:
+            with pytest.raises(InvalidArgument, match="cpu:gloo,cuda:nccl"):
+                Replicas(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert len(told) == (backend == NCCL)
+    assert all('init_process_group("cpu:gloo,cuda:nccl")' in text for text in told)
 
 
 @TWO

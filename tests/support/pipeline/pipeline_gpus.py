@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.ranks.channel import Channel
+from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
+from hydra_ext.pipeline.ranks.messages import Message
+from hydra_ext.pipeline.ranks.watch import Watch
 from support import gpu
 from support.pipeline import pipelines
 from support.pipeline.pipeline_failures import leave_record
@@ -150,3 +155,35 @@ def train_together(size: int) -> list[dict[str, Any]]:
         optimizer.step()
     state = {name: value.detach().clone() for name, value in host.state_dict().items()}
     return [{"losses": each, "state": state} for each in losses]
+
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+def late_receiver(rank: int) -> list[list[float]]:
+    """Rank 0 sends to rank 1, then to rank 2. Rank 1 makes room for its message only when rank 2 has got the other."""
+    prepare(rank, None)
+    device = torch.device("cuda", rank)
+    watch = Watch(rank, 3, "a late receiver", patience=PATIENCE, describe=lambda: "")
+    links = Links(rank, device, watch)
+    ends = [links.connect(0, target, f"to {target}") for target in (1, 2)]
+    got: list[list[float]] = []
+    for target, end in enumerate(ends, 1):
+        if isinstance(end, Outbox):
+            values = tuple(torch.full((2,), float(10 * target + index), device=device) for index in range(3))
+            end.put(Message(0, 0, 1, values))
+        elif isinstance(end, Inbox):
+            if target == 1:
+                _store().wait(["got"], timedelta(seconds=60))
+            end.expect()
+            got = [tensor.cpu().tolist() for tensor in end.take().tensors if tensor is not None]
+            if target == 2:
+                _store().set("got", "")
+    if rank == 0:
+        _store().wait(["got"], timedelta(seconds=60))
+        links.flush()
+    links.close(60.0)
+    watch.end()
+    return got
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
