@@ -174,7 +174,7 @@ emulated: $(BUILD)/.built ## the emulated CUDA machine, and the extension with i
 emulated-test: emulated $(VENV)/.deps-test ## the tests of the emulated machine under torch; no GPU
 	$(call venv_beside,build/emulated-venv)
 	cd tests && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python -m pytest -q -n $(WORKERS) \
-	  -p emulated_cuda.pytest_plugin -m "emulated or not emulated" emulated
+	  -p emulated_cuda.pytest_plugin -m "emulated or not emulated" emulated cuda/test_pipeline.py
 
 # Continues an earlier run: results stay valid until their files change. MUTANTS has further options.
 COUNT ?= 200

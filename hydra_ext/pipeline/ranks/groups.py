@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,12 +82,19 @@ class Groups:
 
     def stop_kernels(self) -> None:
         """Ends the operations of NCCL that this rank has begun, after a failure; later ones are errors."""
-        for group in list(self._made):
-            try:
-                if backend_of(self._device, group) == "nccl":
-                    group._get_backend(self._device).abort()
-            except (RuntimeError, ValueError, AssertionError) as error:  # torch.distributed was destroyed before
-                logger.info("operations of a process group were not ended: %s", error)
+        try:
+            found = [group for group in list(self._made) if backend_of(self._device, group) == "nccl"]
+            backends: list[Any] = [group._get_backend(self._device) for group in found]
+            if backends:
+                # As torch does: aborts of several communicators, one after another, may wait for each other.
+                backends[0]._group_start()
+                try:
+                    for backend in backends:
+                        backend.abort()
+                finally:
+                    backends[0]._group_end()
+        except (RuntimeError, ValueError, AssertionError) as error:  # torch.distributed was destroyed before
+            logger.info("operations of NCCL were not ended: %s", error)
 
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         """Sends the group's first rank's contiguous tensor to the others, in chunks. Each has to arrive in time.
