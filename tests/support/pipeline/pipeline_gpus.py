@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,8 +69,11 @@ def die(rank: int, where: str, folder: Path) -> None:
     """
     prepare(rank, None)
     stages = pipelines.make_stages(2)
+    own, other = ("send", "post") if where == "sends" else ("post", "send")
     if rank == 1:
-        _die_at(where, folder)
+        _at_the_fifth(own, before=lambda: _die(folder))
+    else:
+        _at_the_fifth(other, after=lambda: _store().set("begun", ""))
 
     def body(record: dict[str, Any]) -> None:
         pipe = Pipeline(
@@ -94,20 +99,29 @@ def die(rank: int, where: str, folder: Path) -> None:
     os._exit(0)
 
 
-def _die_at(where: str, folder: Path) -> None:
-    """Kills this rank before its GPU's fifth message, whose header has been sent or received."""
-    name = "send" if where == "sends" else "post"
+def _die(folder: Path) -> None:
+    """Ends this process, once the other rank's GPU waits for it."""
+    _store().wait(["begun"], timedelta(seconds=60))
+    (folder / "failed").write_text("")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _at_the_fifth(name: str, *, before: Callable[[], object] = int, after: Callable[[], object] = int) -> None:
+    """Calls functions around the fifth begin of a send or receive of a channel, which is in the second step."""
     begin = getattr(Channel, name)
-    calls = []
+    calls: Counter[int] = Counter()
 
-    def begin_or_die(self: Channel, *arguments: Any) -> Any:
-        calls.append(self)
-        if len(calls) > 4:
-            (folder / "failed").write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return begin(self, *arguments)
+    def begun(self: Channel, *arguments: Any) -> Any:
+        calls[id(self)] += 1
+        fifth = calls[id(self)] == 5
+        if fifth:
+            before()
+        works = begin(self, *arguments)
+        if fifth:
+            after()
+        return works
 
-    setattr(Channel, name, begin_or_die)
+    setattr(Channel, name, begun)
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------
