@@ -107,6 +107,7 @@ def behind(rank: int) -> dict[str, Any]:
     """What is seen while the other rank has not come, without a wait, and after one."""
     values = torch.ones(4).cuda()
     dist.all_reduce(values)  # the communicator
+    values.mul_(1)  # an emulated device waits for the first call of an operator
     if rank == 1:
         store().wait(["seen"], timedelta(seconds=PATIENCE))
         dist.all_reduce(values)
