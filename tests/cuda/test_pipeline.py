@@ -86,7 +86,7 @@ def test_a_group_for_the_gpu_alone_is_told_to_be_slow(
 
 
 @TWO
-@pytest.mark.parametrize("where", ["sends", "receives"])
+@pytest.mark.parametrize("where", ["sends", "receives", "waits"])
 def test_a_rank_that_dies_leaves_no_kernel_on_the_gpu_of_another(where: str, tmp_path: Path) -> None:
     """What waits for the whole GPU, as freeing memory does, would wait for that kernel for ever."""
     ended: dict[int, dict[str, Any]] = run_to_the_end(

@@ -65,7 +65,8 @@ def die(rank: int, where: str, folder: Path) -> None:
     """Rank 1 is killed in the second step, and rank 0 learns of it.
 
     Args:
-        where: "sends" or "receives": what rank 1 would have begun on its GPU, for which rank 0's GPU waits.
+        where: "sends" or "receives": what rank 1 would have begun on its GPU, for which rank 0's GPU waits. "waits":
+            rank 0 waits for its whole GPU then, in the middle of a step, and not for a message.
     """
     prepare(rank, None)
     stages = pipelines.make_stages(2)
@@ -74,6 +75,8 @@ def die(rank: int, where: str, folder: Path) -> None:
         _at_the_fifth(own, before=lambda: _die(folder))
     else:
         _at_the_fifth(other, after=lambda: _store().set("begun", ""))
+        if where == "waits":
+            _wait_in_the_sixth_forward(stages[0])
 
     def body(record: dict[str, Any]) -> None:
         pipe = Pipeline(
@@ -104,6 +107,18 @@ def _die(folder: Path) -> None:
     _store().wait(["begun"], timedelta(seconds=60))
     (folder / "failed").write_text("")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_in_the_sixth_forward(stage: nn.Module) -> None:
+    calls = []
+
+    def hook(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 6:
+            _store().wait(["begun"], timedelta(seconds=60))
+            torch.cuda.synchronize()
+
+    stage.register_forward_pre_hook(hook)
 
 
 def _at_the_fifth(name: str, *, before: Callable[[], object] = int, after: Callable[[], object] = int) -> None:
