@@ -172,13 +172,13 @@ emulated: $(BUILD)/.built ## the emulated CUDA machine, and the extension with i
 	cmake --build $(BUILD) --target emulated
 
 # In two runs: torch's own samples of operators freeze flags that the fixtures of tests/cuda set.
-EMULATED = cd tests && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python -m pytest -q -n $(WORKERS) \
-           -p emulated_cuda.pytest_plugin
+EMULATED_PYTEST = cd tests && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python -m pytest -q -n $(WORKERS) \
+                  -p emulated_cuda.pytest_plugin
 
 emulated-test: emulated $(VENV)/.deps-test ## the tests of the emulated machine under torch; no GPU
 	$(call venv_beside,build/emulated-venv)
-	$(EMULATED) -m "emulated or not emulated" emulated
-	$(EMULATED) -m gpu cuda/test_pipeline.py
+	$(EMULATED_PYTEST) -m "emulated or not emulated" emulated
+	$(EMULATED_PYTEST) -m gpu cuda/test_pipeline.py
 
 # Continues an earlier run: results stay valid until their files change. MUTANTS has further options.
 COUNT ?= 200

@@ -38,4 +38,4 @@ def test_names_that_are_not_there_are_told_as_python_does() -> None:
 
 def test_errors_of_torch_keep_their_types() -> None:
     with pytest.raises(dist.DistStoreError):
-        dist.HashStore().wait(["what nobody sets"], timedelta(milliseconds=1))
+        dist.HashStore().wait(["missing"], timedelta(milliseconds=1))

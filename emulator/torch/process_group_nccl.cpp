@@ -13,7 +13,7 @@ namespace emulated_cuda {
 
 namespace {
 
-constexpr std::chrono::milliseconds kLook{2};  // between two looks into the store
+constexpr std::chrono::milliseconds kLook{10};  // between two looks into the store, as torch's own
 constexpr std::chrono::hours kNever{24 * 365};
 
 void check_tensor(const at::Tensor& tensor) {
