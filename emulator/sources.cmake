@@ -12,16 +12,19 @@ set(HYDRA_EMULATED_FIBER_SOURCES emulator/kernels/fiber.cpp emulator/kernels/fib
 set(HYDRA_EMULATED_THREAD_SOURCES emulator/kernels/thread_executor.cpp) # in place of fibers, for ThreadSanitizer
 set(HYDRA_EMULATED_CACHE_SOURCES # no torch, no Python
   emulator/c10_cuda/device_cache.cpp emulator/c10_cuda/runtime_calls.cpp)
+set(HYDRA_EMULATED_NCCL_SOURCES # no torch, no Python
+  emulator/nccl/communicator.cpp emulator/nccl/exchange.cpp emulator/nccl/header.cpp emulator/nccl/socket.cpp)
 set(HYDRA_EMULATED_TORCH_SOURCES
   emulator/c10_cuda/caching_allocator.cpp emulator/c10_cuda/functions.cpp emulator/c10_cuda/streams.cpp
   emulator/torch/call.cpp emulator/torch/copies.cpp emulator/torch/hooks.cpp emulator/torch/host_kernels.cpp
-  emulator/torch/invocation.cpp emulator/torch/kernels.cpp emulator/torch/operands.cpp emulator/torch/operator_traits.cpp
-  emulator/torch/operators.cpp emulator/torch/pinned_memory.cpp emulator/torch/random.cpp
+  emulator/torch/invocation.cpp emulator/torch/kernels.cpp emulator/torch/nccl_kernels.cpp emulator/torch/nccl_work.cpp
+  emulator/torch/operands.cpp emulator/torch/operator_traits.cpp emulator/torch/operators.cpp
+  emulator/torch/pinned_memory.cpp emulator/torch/process_group_nccl.cpp emulator/torch/random.cpp
   emulator/torch/result_shapes.cpp emulator/torch/storages.cpp emulator/torch/stream_work.cpp)
 set(HYDRA_EMULATED_PYTHON_SOURCES
-  emulator/python/device_bindings.cpp emulator/python/machine_bindings.cpp emulator/python/memory_bindings.cpp
-  emulator/python/module.cpp)
-foreach(list RUNTIME KERNEL FIBER THREAD CACHE TORCH PYTHON)
+  emulator/python/collective_bindings.cpp emulator/python/device_bindings.cpp
+  emulator/python/machine_bindings.cpp emulator/python/memory_bindings.cpp emulator/python/module.cpp)
+foreach(list RUNTIME KERNEL FIBER THREAD CACHE NCCL TORCH PYTHON)
   list(TRANSFORM HYDRA_EMULATED_${list}_SOURCES PREPEND ${PROJECT_SOURCE_DIR}/)
 endforeach()
 if(HYDRA_SANITIZE STREQUAL "thread")

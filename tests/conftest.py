@@ -2,8 +2,10 @@
 
 import gc
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,8 +58,19 @@ def _nothing_left() -> Iterator[None]:
 settings.register_profile("whole", settings(), max_examples=300)
 settings.register_profile("sampled", settings(), max_examples=50)
 
+
+def _has_gpus(count: int) -> bool:
+    """Ranks of an emulated machine have as many as they need."""
+    return "emulated_cuda" in sys.modules or torch.cuda.device_count() >= count
+
+
 # Markers of tests that a machine may be unable to run, and whether this one is able.
-_WHERE_POSSIBLE = {"mounts": small_disks.allowed, "googletest_sources": Path("/usr/src/googletest").is_dir}
+_WHERE_POSSIBLE: dict[str, Callable[[], bool]] = {
+    "mounts": small_disks.allowed,
+    "googletest_sources": Path("/usr/src/googletest").is_dir,
+    "two_gpus": partial(_has_gpus, 2),
+    "four_gpus": partial(_has_gpus, 4),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

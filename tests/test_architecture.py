@@ -58,7 +58,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # Folders of emulator/, lowest first: each includes only from those before it, and from itself. Nothing of csrc/.
-EMULATOR_LAYERS = ("cudart", "kernels", "c10_cuda", "torch", "python")
+EMULATOR_LAYERS = ("cudart", "kernels", "c10_cuda", "nccl", "torch", "python")
 
 # ---- the limits -----------------------------------------------------------------------------------------------------
 MAX_FILE_LINES = 600

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import hydra_ext
 
@@ -32,3 +34,8 @@ def test_names_that_are_not_there_are_told_as_python_does() -> None:
     assert not hasattr(hydra_ext, "no_such_name")
     with pytest.raises(AttributeError, match="module 'hydra_ext' has no attribute 'no_such_name'"):
         hydra_ext.no_such_name  # noqa: B018
+
+
+def test_errors_of_torch_keep_their_types() -> None:
+    with pytest.raises(dist.DistStoreError):
+        dist.HashStore().wait(["missing"], timedelta(milliseconds=1))

@@ -78,7 +78,12 @@ cudaError_t CUDARTAPI cudaHostUnregister(void* pointer) {
       return cudaErrorHostMemoryNotRegistered;
     }
     --Machine::get().registrations;
-    return end_copies(*region);
+    const cudaError_t error = end_copies(*region);
+    // Its pages leave the addresses of all devices, for which the driver waits until they are idle.
+    for (int device = 0; device < Machine::get().devices(); ++device) {
+      Machine::get().wait_for(Machine::get().device(device));
+    }
+    return error;
   });
 }
 

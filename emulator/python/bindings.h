@@ -16,5 +16,7 @@ void add(pybind11::module_& module, const char* name, Function&& function, Extra
 void bind_machine(pybind11::module_& module);  // control.h
 void bind_device(pybind11::module_& module);   // what torch.cuda calls
 void bind_memory(pybind11::module_& module);   // what torch.cuda.memory calls
+/// ProcessGroupNCCL. Its base classes have to be there: torch._C._c10d_init() was called.
+void bind_collectives(pybind11::module_& module);
 
 }  // namespace emulated_cuda

@@ -5,4 +5,5 @@ PYBIND11_MODULE(_machine, module) {
   emulated_cuda::bind_machine(module);
   emulated_cuda::bind_device(module);
   emulated_cuda::bind_memory(module);
+  module.def("add_collectives", [module]() mutable { emulated_cuda::bind_collectives(module); });
 }

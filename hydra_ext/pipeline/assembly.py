@@ -196,7 +196,8 @@ class _Connections:
             lines = [self._links.groups.make(topology.line(replica), "gloo") for replica in range(topology.replicas)]
             line = lines[topology.replica]
         if topology.replicas > 1:
-            groups = [self._links.groups.make(topology.copies(place), None) for place in range(topology.places)]
+            kind = self._links.groups.for_gradients
+            groups = [self._links.groups.make(topology.copies(place), kind) for place in range(topology.places)]
             copies = groups[topology.place]
         if topology.world > 1:
             begin_alike(self._parts, self._schedule, topology, line, copies, self._links.groups)
@@ -230,7 +231,8 @@ class _Connections:
             places = tuple(sorted({self._schedule.stage_rank(stage) for stage in weight}))
             if len(places) > 1 and places not in made:
                 ranks = [[self._topology.rank_of(place, r) for place in places] for r in range(self._topology.replicas)]
-                made[places] = [self._links.groups.make(each, None) for each in ranks]
+                kind = self._links.groups.for_gradients
+                made[places] = [self._links.groups.make(each, kind) for each in ranks]
             if self._topology.place not in places:
                 continue
             group = made[places][self._topology.replica] if len(places) > 1 else None

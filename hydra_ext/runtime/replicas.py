@@ -23,6 +23,7 @@ from hydra_ext.errors import InvalidArgument, RankFailed, ReplicasDiffer
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+_FOR_BOTH = ': init_process_group("cpu:gloo,cuda:nccl")'
 _FAILED = "\0"  # precedes the text of an error, which may be empty
 
 
@@ -89,7 +90,14 @@ class Replicas:
         if not direct and "cpu" not in backends:
             raise InvalidArgument(
                 f"process_group has the backends {config!r}, and the model is on {device}: initialise it with a "
-                "backend for that device, or with gloo"
+                f"backend for that device, or with gloo{_FOR_BOTH if 'nccl' in config else ''}"
+            )
+        if "cpu" not in backends and device.type == "cuda":
+            logger.warning(
+                "process_group has the backends %r, and none for tensors of the host: the host waits for the GPU at "
+                "every block whose gradients are averaged. Initialise torch.distributed with both%s",
+                config,
+                _FOR_BOTH,
             )
         self.gradient_device = device if direct else torch.device("cpu")
         self.takes_gathered = self.gradient_device == device

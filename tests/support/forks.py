@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from multiprocessing.context import ForkServerContext
 
 _IMPORTED_ONCE = [
@@ -17,5 +18,6 @@ _IMPORTED_ONCE = [
 
 def context() -> ForkServerContext:
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(_IMPORTED_ONCE)
+    first = ["support.emulated_first"] if "emulated_cuda" in sys.modules else []
+    made.set_forkserver_preload(first + _IMPORTED_ONCE)
     return made

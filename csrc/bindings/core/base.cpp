@@ -104,7 +104,7 @@ void bind_activity(py::module_& module) {
 }  // namespace
 
 void bind_base(py::module_& module) {
-  py::register_exception_translator(&translate);
+  py::register_local_exception_translator(&translate);  // errors of other modules keep their types
   module.def("human_bytes", &human_bytes, py::arg("bytes"), "Formats bytes for messages, with a binary unit.");
   module.attr("PAGE_ALIGNMENT") = kPageAlignment;
   bind_activity(module);

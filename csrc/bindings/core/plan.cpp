@@ -75,7 +75,7 @@ SplitValues values_of(const UnequalSplit& split) {
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::register_exception_translator(&translate_plan_error);
+  py::register_local_exception_translator(&translate_plan_error);
   py::class_<PlannedStage>(module, "PlannedStage")
       .def_readonly("begin", &PlannedStage::begin)
       .def_readonly("end", &PlannedStage::end)

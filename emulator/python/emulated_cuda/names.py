@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import enum
 import itertools
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from emulated_cuda import _machine
 
 _ARCHITECTURES = "sm_80 sm_90"
+_NCCL_VERSION = (2 << 32) + (28 << 16)
+_NCCL_TIMEOUT = timedelta(minutes=10)
 
 
 class _DeviceProperties:
@@ -185,6 +188,21 @@ def _memory_names() -> dict[str, Any]:
     }
 
 
+def _with_collectives(initialize: Any, core: ModuleType) -> Any:
+    """`torch._C._c10d_init`, which makes the base classes of process groups, and then NCCL's class."""
+
+    def initialize_with_nccl() -> bool:
+        initialize()
+        distributed: Any = core._distributed_c10d  # type: ignore[attr-defined]
+        if not hasattr(distributed, "ProcessGroupNCCL"):
+            _machine.add_collectives()
+            distributed.ProcessGroupNCCL = _machine.ProcessGroupNCCL
+            distributed._DEFAULT_PG_NCCL_TIMEOUT = _NCCL_TIMEOUT
+        return True
+
+    return initialize_with_nccl
+
+
 def add_names(core: ModuleType) -> None:
     """Gives `torch._C` the names of a build with CUDA."""
     pools = itertools.count(1)
@@ -198,6 +216,9 @@ def add_names(core: ModuleType) -> None:
         "_CUDAGraph": _Graph,
         "_graph_pool_handle": lambda: (0, next(pools)),
         "_cudart": _cudart(),
+        "_nccl_version": lambda: _NCCL_VERSION,
+        "_nccl_version_suffix": lambda: b"emulated",
+        "_c10d_init": _with_collectives(core._c10d_init, core),  # type: ignore[attr-defined]
     }
     for name, value in names.items():
         setattr(core, name, value)

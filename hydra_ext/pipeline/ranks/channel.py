@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.pipeline.ranks import messages
-from hydra_ext.pipeline.ranks.transport import carrying
+from hydra_ext.pipeline.ranks.transport import carrying, issuing
 from hydra_ext.state.layout import Layout
 
 # A program may take any time between two steps, and the watch finds a rank that does not answer. gloo takes a timeout
@@ -21,7 +20,6 @@ from hydra_ext.state.layout import Layout
 FOREVER = timedelta(days=30)
 
 _CPU = torch.device("cpu")
-_issuing = threading.Lock()  # NCCL may deadlock if several threads issue operations at once
 _STRUCTURES = 64  # structures that a link keeps
 _WORDS, _TENSORS = 0, 1  # tags; the tag of tensors grows with every new layout
 
@@ -70,22 +68,28 @@ class Channel:
             work.wait(FOREVER)
 
     def send(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
-        works = []
-        for tensor in tensors:
-            if tensor.numel():
-                data = messages.as_bytes(tensor).to(self.device)
-                with _issuing, carrying():
-                    works.append(self._payload.send([data], self._peer, _TENSORS + layout))
-        return works
+        """Begins sends of these tensors."""
+        data = [messages.as_bytes(tensor).to(self.device) for tensor in tensors if tensor.numel()]
+        if self._direct:
+            return self._batch(dist.isend, data)
+        with carrying():
+            return [self._payload.send([each], self._peer, _TENSORS + layout) for each in data]
 
     def post(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
         """Begins receives into these tensors."""
-        works = []
-        for tensor in tensors:
-            if tensor.numel():
-                data = messages.as_bytes(tensor)
-                with _issuing, carrying():
-                    works.append(self._payload.recv([data], self._peer, _TENSORS + layout))
+        data = [messages.as_bytes(tensor) for tensor in tensors if tensor.numel()]
+        if self._direct:
+            return self._batch(dist.irecv, data)
+        with carrying():
+            return [self._payload.recv([each], self._peer, _TENSORS + layout) for each in data]
+
+    def _batch(self, operation: Callable[..., dist.Work | None], data: Sequence[Tensor]) -> list[dist.Work]:
+        """Begins the operations of one message together: NCCL makes one kernel of them."""
+        if not data:
+            return []
+        batch = [dist.P2POp(operation, each, group=self._payload, group_peer=self._peer) for each in data]
+        with issuing(self._payload, self.device):
+            works: list[dist.Work] = dist.batch_isend_irecv(batch)
         return works
 
 

@@ -35,7 +35,7 @@ from hydra_ext.optim.clip import combined
 from hydra_ext.optim.layout import as_parameter_lies
 from hydra_ext.pipeline.ranks.messages import norm_word
 from hydra_ext.pipeline.ranks.transfers import ROOM, Reduction
-from hydra_ext.pipeline.ranks.transport import TransportError, carrying
+from hydra_ext.pipeline.ranks.transport import TransportError, carrying, issuing
 from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
@@ -238,13 +238,13 @@ def ordered_means(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = N
     padding = tensors[0].new_zeros(part * size - sum(sizes))
     sent = torch.cat([*(tensor.reshape(-1) for tensor in tensors), padding])
     received = torch.empty_like(sent)
-    with carrying():
+    with issuing(group, sent.device):
         dist.all_to_all_single(received, sent, group=group)
     total, *others = received.view(size, part).unbind()
     for other in others:
         total += other
     total /= size
-    with carrying():
+    with issuing(group, sent.device):
         dist.all_gather([*sent.view(size, part).unbind()], total, group=group)
     means = torch.split(sent[: sum(sizes)], sizes)
     # Copies, so that each can be freed by itself.
@@ -315,7 +315,7 @@ def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
         gradient = held.get(holder.stage)
         part = torch.empty_like(like) if gradient is None else gradient.clone()
         if weight.group is not None:
-            with carrying():
+            with issuing(weight.group, part.device):
                 dist.broadcast(part, group_src=holder.rank, group=weight.group)
         total = part if total is None else total.add_(part)
     for stage, index in own.items():

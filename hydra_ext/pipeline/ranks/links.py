@@ -12,7 +12,7 @@ tag tensors with that number. So a receive that was posted for another layout me
 until the link ends. If there are many, the receiver posts no more of them ahead, which the sender need not know.
 
 gloo carries tensors of the host. Tensors of a GPU go through the host, unless the ranks' default backend is NCCL, which
-carries them from GPU to GPU. One thread at a time issues operations of NCCL.
+carries them from GPU to GPU. The tensors of one message are then one kernel on either side.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hydra_ext.pipeline.ranks.groups import Groups
 from hydra_ext.pipeline.ranks.messages import END, HEADER_WORDS, Header, Message, fingerprint
 from hydra_ext.pipeline.ranks.outgoing import Outgoing, when_computed, written
 from hydra_ext.pipeline.ranks.transfers import ROOM, LinkLog, Transfer
-from hydra_ext.pipeline.ranks.transport import TransportError
+from hydra_ext.pipeline.ranks.transport import TransportError, backend_of
 from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
@@ -331,13 +331,13 @@ class Links:
         self._rank = rank
         self._device = device
         self._watch = watch
-        self.groups = Groups(rank, watch)
+        self.groups = Groups(rank, watch, device)
         self._ends: list[Outbox | Inbox] = []
 
     def connect(self, source: int, target: int, name: str) -> Outbox | Inbox | None:
         """Makes a link, and returns this rank's end; None if it has none."""
         headers = self.groups.make([source, target], "gloo")
-        direct = self._device.type == "cuda" and _backend_of(self._device) == "nccl"
+        direct = self._device.type == "cuda" and backend_of(self._device) == "nccl"
         payload = self.groups.make([source, target], "nccl") if direct else headers
         if self._rank not in (source, target) or headers is None or payload is None:
             return None
@@ -384,11 +384,6 @@ class Links:
             if left:
                 logger.warning("links of a failed pipeline stay until the process ends: %s", ", ".join(left))
         self._ends.clear()
-
-
-def _backend_of(device: torch.device) -> str:
-    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
-    return backends.get(device.type, "gloo")
 
 
 def _peer_ended(watch: Watch, peer: int, error: TransportError) -> None:

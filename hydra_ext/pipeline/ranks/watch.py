@@ -86,6 +86,7 @@ class Watch:
         self._moved = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._warned: set[int] = set()
+        self._at_failure: list[Callable[[], None]] = []
         self._store: Any = None
         if world > 1:
             # A connection of its own: other users of the store may occupy theirs while they wait.
@@ -105,10 +106,20 @@ class Watch:
             except RuntimeError as error:
                 logger.warning("the other ranks could not be told of a failure: %s", error)
         with self.changed:
-            if self.failure is None:
-                self.failure = first
+            actions = [] if self.failure is not None else list(self._at_failure)
+            self.failure = known = self.failure or first
             self.changed.notify_all()
-            return self.failure
+        for action in actions:
+            action()
+        return known
+
+    def at_failure(self, action: Callable[[], None]) -> None:
+        """Has an action called when the first failure is known, by the thread that learns of it.
+
+        It must neither raise nor wait for other ranks.
+        """
+        with self.changed:
+            self._at_failure.append(action)
 
     def fail_with(self, error: BaseException) -> None:
         """Enters an error of this rank, unless it only reports another rank's failure."""

@@ -155,11 +155,16 @@ def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]
 
 
 def run_to_the_end(
-    body: Callable[..., None], *arguments: Any, folder: Path, size: int, without: Collection[int] = ()
+    body: Callable[..., None],
+    *arguments: Any,
+    folder: Path,
+    size: int,
+    without: Collection[int] = (),
+    backend: str = "gloo",
 ) -> dict[int, dict[str, Any]]:
     """Runs ``body(rank, *arguments)`` in each rank, and returns the records. Does not wait for ranks in ``without``."""
     processes = [
-        forks.context().Process(target=ranks._run, args=(body, arguments, rank, size, folder), daemon=True)
+        forks.context().Process(target=ranks._run, args=(body, arguments, rank, size, folder, backend), daemon=True)
         for rank in range(size)
     ]
     for process in processes:

@@ -252,14 +252,18 @@ def forward(stages: Sequence[nn.Module], microbatch: Any, seed: int) -> Tensor:
     return loss_of(value, microbatch)
 
 
+def moved(data: Sequence[dict[str, Tensor]], device: str) -> list[dict[str, Tensor]]:
+    return [{name: value.to(device) for name, value in microbatch.items()} for microbatch in data]
+
+
 def seed_of(replica: int, step: int, microbatch: int) -> int:
     return event_seed(event_seed(event_seed(5, replica), step), microbatch)
 
 
-def recurrence(case: Case, delay: int | Sequence[int]) -> Trained:
+def recurrence(case: Case, delay: int | Sequence[int], device: str = "cpu") -> Trained:
     """W(t+1) = W(t) - v * grad f(W(max(t - delay, 0))), in one process; by stage if there are several delays."""
     delays = [delay] * case.stages if isinstance(delay, int) else delay
-    newest = nn.ModuleList(make_stages(case.stages, dropout=case.dropout))
+    newest = nn.ModuleList(make_stages(case.stages, dropout=case.dropout)).to(device)
     versions = [copy.deepcopy(newest)]
     optimizer = OPTIMIZERS[case.optimizer](newest.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -270,10 +274,10 @@ def recurrence(case: Case, delay: int | Sequence[int]) -> Trained:
         for replica in range(case.replicas):
             used.zero_grad()
             losses = []
-            for index, microbatch in enumerate(data_of(case, step, replica)):
+            for index, microbatch in enumerate(moved(data_of(case, step, replica), device)):
                 loss = forward(used, microbatch, seed_of(replica, step, index))
                 (loss / case.count(step) if case.count(step) > 1 else loss).backward()
-                losses.append(loss.detach())
+                losses.append(loss.detach().cpu())
             trained.losses.append(torch.stack(losses))
             sums.append([parameter.grad for parameter in used.parameters()])
         for parameter, *gradients in zip(newest.parameters(), *sums, strict=True):
@@ -293,7 +297,7 @@ def recurrence(case: Case, delay: int | Sequence[int]) -> Trained:
                 evaluated = [forward(newest, microbatch, 0) for microbatch in data_of(case, step + 100)]
             newest.train()
             trained.evaluations.append(evaluated)
-    trained.weights = {index: [p.detach() for p in stage.parameters()] for index, stage in enumerate(newest)}
+    trained.weights = {index: [p.detach().cpu() for p in stage.parameters()] for index, stage in enumerate(newest)}
     return trained
 
 
