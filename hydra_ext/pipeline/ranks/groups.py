@@ -44,7 +44,7 @@ class Groups:
         self._soon = timedelta(seconds=watch.patience)
         self._device = device
         self._made: list[dist.ProcessGroup] = []
-        watch.at_failure(self.stop_kernels)
+        watch.at_failure.append(self.stop_kernels)
 
     @property
     def for_gradients(self) -> str:

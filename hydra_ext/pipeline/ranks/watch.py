@@ -58,6 +58,15 @@ class Failure:
         )
 
 
+@dataclass
+class _Sign:
+    """The last sign of life of a rank, when it came, and whether its age was warned of."""
+
+    text: str = ""
+    since: float = 0.0
+    warned: bool = False
+
+
 class Watch:
     """This rank's watch, with a thread of its own.
 
@@ -72,6 +81,8 @@ class Watch:
         told: Whether the user of this rank has got an error that ends the pipeline.
         changed: Condition that is notified when a message arrives, or a reduction or send ends, or a rank has failed.
         rank: This rank.
+        at_failure: Called when the first failure is known, by the thread that learns of it. They must neither raise nor
+            wait for other ranks.
     """
 
     def __init__(self, rank: int, world: int, name: str, *, patience: float, describe: Callable[[], str]) -> None:
@@ -84,9 +95,8 @@ class Watch:
         self._describe = describe
         self._ended = threading.Event()
         self._moved = threading.Event()
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._warned: set[int] = set()
-        self._at_failure: list[Callable[[], None]] = []
+        self.at_failure: list[Callable[[], None]] = []
+        self._seen: dict[int, _Sign] = {}
         self._store: Any = None
         if world > 1:
             # A connection of its own: other users of the store may occupy theirs while they wait.
@@ -106,20 +116,12 @@ class Watch:
             except RuntimeError as error:
                 logger.warning("the other ranks could not be told of a failure: %s", error)
         with self.changed:
-            actions = [] if self.failure is not None else list(self._at_failure)
+            actions = [] if self.failure is not None else list(self.at_failure)
             self.failure = known = self.failure or first
             self.changed.notify_all()
         for action in actions:
             action()
         return known
-
-    def at_failure(self, action: Callable[[], None]) -> None:
-        """Has an action called when the first failure is known, by the thread that learns of it.
-
-        It must neither raise nor wait for other ranks.
-        """
-        with self.changed:
-            self._at_failure.append(action)
 
     def fail_with(self, error: BaseException) -> None:
         """Enters an error of this rank, unless it only reports another rank's failure."""
@@ -141,7 +143,7 @@ class Watch:
 
     def last_seen(self, rank: int) -> str:
         """The position of a rank's last sign of life."""
-        sign = self._seen.get(rank, ("", 0.0))[0]
+        sign = self._seen.get(rank, _Sign()).text
         key = f"alive/{rank}"
         with suppress(RuntimeError):  # the sign that was seen before is the best known one
             if self._store.check([key]):  # get() would wait for a missing sign, and delay this rank's own signs
@@ -275,14 +277,14 @@ class Watch:
         Raises:
             RankFailed: One of them has ended its pipeline.
         """
-        ended = {rank for rank in range(self._world) if self._seen.get(rank, ("", 0.0))[0] == "ended"}
+        ended = {rank for rank in range(self._world) if self._seen.get(rank, _Sign()).text == "ended"}
         # Checked after the signs were read: a rank sets its key before its last sign, so one that is missing here and
         # has ended will not come.
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         for rank in ended.intersection(missing):
             self.fail(Failure(rank, "", f"it has ended its pipeline, and this rank waits for it {where}"))
             self.check()
-        return [f"{rank} ({self._seen.get(rank, ('', 0.0))[0].partition(' ')[2]})" for rank in missing]
+        return [f"{rank} ({self._seen.get(rank, _Sign()).text.partition(' ')[2]})" for rank in missing]
 
     def _look(self) -> None:
         if self._store.check(["failure"]):
@@ -296,11 +298,10 @@ class Watch:
         signs = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
         for rank in others:
             sign = signs.get(f"alive/{rank}", b"").decode()
-            if self._seen.get(rank, ("", 0.0))[0] != sign or rank not in self._seen:
-                self._seen[rank] = (sign, now)
-                self._warned.discard(rank)
+            if self._seen.get(rank, _Sign()).text != sign or rank not in self._seen:
+                self._seen[rank] = _Sign(sign, now)
             elif sign != "ended":
-                self._silent(rank, sign, now - self._seen[rank][1])
+                self._silent(rank, sign, now - self._seen[rank].since)
 
     def _silent(self, rank: int, sign: str, seconds: float) -> None:
         where = sign.partition(" ")[2]
@@ -312,8 +313,8 @@ class Watch:
                     f"it has given no sign of life for {seconds:.0f} s: it was stopped, or hangs",
                 )
             )
-        elif seconds > _WARN_AFTER and rank not in self._warned:
-            self._warned.add(rank)
+        elif seconds > _WARN_AFTER and not self._seen[rank].warned:
+            self._seen[rank].warned = True
             logger.warning("rank %d has given no sign of life for %.0f s; it was last seen %s", rank, seconds, where)
 
 
