@@ -53,7 +53,7 @@ NVCC     := $(shell command -v nvcc)
 # ThreadSanitizer of older compilers fails under the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda emulated emulated-test gpu-test \
+.PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda emulated emulated-bench emulated-test gpu-test \
         gpu-bench mutants \
         stubs stubs-check docs wheel wheel-test other-key clean FORCE
 all: $(BUILD)/.built ## build, and install into $(VENV), editable: Python files are used in place
@@ -175,6 +175,11 @@ emulated-test: emulated $(VENV)/.deps-test ## the tests of the emulated machine 
 	$(call venv_beside,build/emulated-venv)
 	cd tests && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python -m pytest -q -n $(WORKERS) \
 	  -p emulated_cuda.pytest_plugin -m "emulated or not emulated" emulated
+
+emulated-bench: emulated ## steps on an emulated card under a virtual clock; CELL='--emulated h100-pcie5 --model 4b --tokens 8192 --budget 24GiB'
+	$(call venv_beside,build/emulated-venv)
+	cd benchmarks && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python gpu_step.py \
+	  $(or $(CELL),--emulated h100-pcie5 --model tiny --tokens 256 --budget 64MiB)
 
 # Continues an earlier run: results stay valid until their files change. MUTANTS has further options.
 COUNT ?= 200
