@@ -67,20 +67,20 @@ void Exchange::wait(const WakeFlag& wake, Clock::time_point deadline) {
       continue;
     }
     const short events = static_cast<short>(sending.has_to_write() ? POLLIN | POLLOUT : POLLIN);
-    waiting.push_back({.fd = to_[peer].get(), .events = events, .revents = 0});
+    waiting.push_back({.fd = to(peer).get(), .events = events, .revents = 0});
     actions.emplace_back([this, peer = peer, &sending = sending] {
       write(peer, sending);
       read_answers(peer, sending);
     });
     const auto receiving = receiving_.find(peer);
     if (!sending.looked && (receiving == receiving_.end() || receiving->second.done())) {
-      waiting.push_back({.fd = from_[peer].get(), .events = POLLIN, .revents = 0});
+      waiting.push_back({.fd = from(peer).get(), .events = POLLIN, .revents = 0});
       actions.emplace_back([this, peer = peer, &sending = sending] { look_for_deadlock(peer, sending); });
     }
   }
   for (auto& [peer, receiving] : receiving_) {
     if (!receiving.done() && !receiving.gone) {
-      waiting.push_back({.fd = from_[peer].get(), .events = POLLIN, .revents = 0});
+      waiting.push_back({.fd = from(peer).get(), .events = POLLIN, .revents = 0});
       actions.emplace_back([this, peer = peer, &receiving = receiving] { read(peer, receiving); });
     }
   }
@@ -103,7 +103,7 @@ void Exchange::write(int peer, Sending& sending) {
                                               : static_cast<const char*>(message.data) + (sending.written - size);
     const std::size_t left = (sending.written < size ? size : size + message.header.bytes) - sending.written;
     if (left > 0) {
-      const Moved how = moved(::send(to_[peer].get(), from, left, MSG_NOSIGNAL), sending.written);
+      const Moved how = moved(::send(to(peer).get(), from, left, MSG_NOSIGNAL), sending.written);
       sending.gone = how == Moved::kEnded;
       if (how != Moved::kSome) {
         return;
@@ -120,16 +120,16 @@ void Exchange::read_answers(int peer, Sending& sending) {
   char word = 0;
   std::size_t count = 0;
   while (!sending.gone && !sending.done()) {
-    const Moved how = moved(::recv(to_[peer].get(), &word, 1, MSG_DONTWAIT), count);
+    const Moved how = moved(::recv(to(peer).get(), &word, 1, MSG_DONTWAIT), count);
     if (how != Moved::kSome) {
       sending.gone = how == Moved::kEnded;
       return;
     }
     if (word == kRefused) {
       std::uint32_t length = 0;
-      read_all(to_[peer], &length, sizeof(length));
+      read_all(to(peer), &length, sizeof(length));
       std::string text(length, '\0');
-      read_all(to_[peer], text.data(), length);
+      read_all(to(peer), text.data(), length);
       throw Failed(text);
     }
     ++sending.answered;
@@ -144,7 +144,7 @@ void Exchange::read(int peer, Receiving& receiving) {
                                        : static_cast<char*>(message.data) + (receiving.read - size);
     const std::size_t left = (receiving.read < size ? size : size + message.expected.bytes) - receiving.read;
     if (left > 0) {
-      const Moved how = moved(::recv(from_[peer].get(), into, left, MSG_DONTWAIT), receiving.read);
+      const Moved how = moved(::recv(from(peer).get(), into, left, MSG_DONTWAIT), receiving.read);
       receiving.gone = how == Moved::kEnded;
       if (how != Moved::kSome) {
         return;
@@ -170,12 +170,12 @@ void Exchange::check_header(int peer, const Receiving& receiving) {
 
 void Exchange::answer(int peer) const {
   // A rank that has ended needs no answer.
-  [[maybe_unused]] const ssize_t sent = ::send(from_[peer].get(), &kReceived, 1, MSG_NOSIGNAL);
+  [[maybe_unused]] const ssize_t sent = ::send(from(peer).get(), &kReceived, 1, MSG_NOSIGNAL);
 }
 
 void Exchange::look_for_deadlock(int peer, Sending& sending) {
   Header header;
-  const ssize_t found = ::recv(from_[peer].get(), &header, sizeof(header), MSG_PEEK | MSG_DONTWAIT);
+  const ssize_t found = ::recv(from(peer).get(), &header, sizeof(header), MSG_PEEK | MSG_DONTWAIT);
   if (found != static_cast<ssize_t>(sizeof(header))) {
     sending.looked = found == 0;  // the other process has ended
     return;
@@ -195,7 +195,7 @@ void Exchange::mismatch(int peer, const Header& own, const Header& found, const 
   std::string answer(1, kRefused);
   answer.append(reinterpret_cast<const char*>(&length), sizeof(length));
   answer += text;
-  [[maybe_unused]] const ssize_t sent = ::send(from_[peer].get(), answer.data(), answer.size(), MSG_NOSIGNAL);
+  [[maybe_unused]] const ssize_t sent = ::send(from(peer).get(), answer.data(), answer.size(), MSG_NOSIGNAL);
   throw Failed(text);
 }
 

@@ -54,6 +54,10 @@ class Exchange {
   [[noreturn]] void mismatch(int peer, const Header& own, const Header& found, const char* what) const;
   std::string waited_for() const;
 
+  /// The connection to a rank, and the one from it.
+  const Descriptor& to(int peer) const { return to_[static_cast<std::size_t>(peer)]; }
+  const Descriptor& from(int peer) const { return from_[static_cast<std::size_t>(peer)]; }
+
   const int rank_;
   const std::vector<Descriptor>& to_;
   const std::vector<Descriptor>& from_;
