@@ -41,16 +41,16 @@ std::string text_of(const std::array<char, size>& characters) {
 std::string describe(const Header& header) {
   std::string text = name_of(header.kind);
   if (header.reduction[0] != '\0') {
-    text += "(" + text_of(header.reduction) + ")";
+    text.append("(").append(text_of(header.reduction)).append(")");
   }
-  text += " of " + std::to_string(header.count) + " " + text_of(header.type);
+  text.append(" of ").append(std::to_string(header.count)).append(" ").append(text_of(header.type));
   if (header.root >= 0) {
     const char* role = header.kind == Kind::kSend      ? " to rank "
                        : header.kind == Kind::kReceive ? " from rank "
                                                        : ", root ";
     text += role + std::to_string(header.root);
   }
-  return text + " (operation " + std::to_string(header.sequence) + ")";
+  return text.append(" (operation ").append(std::to_string(header.sequence)).append(")");
 }
 
 bool fits(const Header& expected, const Header& found) noexcept {
