@@ -120,9 +120,8 @@ def test_the_users_peak_spans_the_run() -> None:
         assert torch.cuda.max_memory_allocated() >= 40 * MIB
 
 
+@pytest.mark.two_gpus
 def test_the_current_device_stays_current() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
     model = nn.Linear(1024, 1024)
     with hydra_ext.offload(model, None, budget=64 * MIB, device="cuda:1"):
         assert torch.cuda.current_device() == 0
