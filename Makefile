@@ -110,7 +110,7 @@ demo: $(BUILD)/.built ## build, then run the demonstration on this machine
 	cd / && $(PYTHON) -W ignore -m hydra_ext demo --picture $(CURDIR)/memory.png
 
 test: export HYDRA_WERROR = ON
-test: lint pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all parts that need no GPU, as CI: a sample of the Python tests, C++ tests under sanitizers
+test: lint pytest stubs-check asan tsan $(if $(NVCC),check-cuda emulated-test) wheel-test ## all parts that need no GPU, as CI: a sample of the Python tests, C++ tests under sanitizers
 	@$(if $(NVCC),,echo "this machine has no nvcc: the CUDA sources were not compiled")
 
 check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: lint and fast tests of every part, under 2 minutes
