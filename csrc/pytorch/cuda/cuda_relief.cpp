@@ -1,6 +1,7 @@
 #include "csrc/pytorch/cuda/cuda_relief.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/headeronly/version.h>
 
 #include <atomic>
@@ -27,6 +28,7 @@ constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::
 constexpr Bytes kUnit = 512;  // torch's allocator rounds sizes up to multiples of it
 
 thread_local int pauses = 0;
+thread_local bool relieving = false;  // inside make_room(), under the lock
 
 bool capturing() noexcept {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -193,7 +195,7 @@ class RelievingAllocator final : public ForwardingAllocator {
       forget_cuda_error(status);
       return allocate();  // which raises torch's own error
     }
-    const auto lock = shared_lock();
+    const auto lock = relieving ? std::shared_lock<std::shared_mutex>() : shared_lock();
     if (budget(device) == 0) {
       return allocate();
     }
@@ -263,6 +265,8 @@ class RelievingAllocator final : public ForwardingAllocator {
   bool make_room(int device) {
     const CudaReliefPause pause;
     const ReleaseGilIfHeld released;
+    relieving = true;
+    const auto ended = c10::make_scope_exit([] { relieving = false; });
     for (const CudaRelief* known : served_) {
       if (known->slots().device() == device && known->client().make_room()) {
         return true;
