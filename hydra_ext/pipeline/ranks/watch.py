@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +58,7 @@ class Failure:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sign:
     """The last sign of life of a rank, when it came, and whether its age was warned of."""
 
@@ -314,7 +314,7 @@ class Watch:
                 )
             )
         elif seconds > _WARN_AFTER and not self._seen[rank].warned:
-            self._seen[rank].warned = True
+            self._seen[rank] = replace(self._seen[rank], warned=True)
             logger.warning("rank %d has given no sign of life for %.0f s; it was last seen %s", rank, seconds, where)
 
 
