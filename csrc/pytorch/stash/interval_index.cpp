@@ -46,7 +46,7 @@ IntervalIndex::Entry IntervalIndex::enter(const c10::Storage& storage, Bytes beg
   } else {
     entry.interval =
         std::make_shared<StashedInterval>(shared_from_this(), numbered_++, saved, std::move(wishes), staying);
-    saved_[entry.interval->number()] = entry.interval;
+    ++living_;
     ++figures_.statistics.intervals;
     figures_.statistics.saved_bytes += saved.bytes;
     room_.note_saved(saved.bytes);
@@ -157,7 +157,7 @@ std::optional<IntervalIndex::RoomStep> IntervalIndex::next_to_give_up() {
 
 StashedIntervalPtr IntervalIndex::next_to_return(std::int64_t number) const {
   const Lock lock(*this);
-  for (auto at = saved_.lower_bound(number); at != saved_.begin();) {
+  for (auto at = away_.lower_bound(number); at != away_.begin();) {
     --at;
     StashedIntervalPtr interval = lock.look_at(at->second);
     if (interval && interval->is_on_host_alone(lock)) {
@@ -184,6 +184,14 @@ void IntervalIndex::note_freed(const Lock& /*lock*/, const StashedInterval& inte
   held_.erase(interval.number());
 }
 
+void IntervalIndex::note_away(const Lock& /*lock*/, const StashedIntervalPtr& interval) {
+  away_[interval->number()] = interval;
+}
+
+void IntervalIndex::note_no_longer_away(const Lock& /*lock*/, const StashedInterval& interval) noexcept {
+  away_.erase(interval.number());
+}
+
 void IntervalIndex::note_releasing(const Lock& lock, TicketPtr transfer) {
   drop_released(lock);
   releasing_.push_back(std::move(transfer));
@@ -199,7 +207,7 @@ void IntervalIndex::await_length(const Lock& /*lock*/, const StashedIntervalPtr&
 
 void IntervalIndex::forget(const Lock& /*lock*/, const StashedInterval& interval,
                            const std::vector<c10::StorageImpl*>& storages) noexcept {
-  saved_.erase(interval.number());
+  away_.erase(interval.number());
   for (c10::StorageImpl* storage : storages) {
     const auto found = by_storage_.find(storage);
     if (found != by_storage_.end()) {
@@ -209,7 +217,7 @@ void IntervalIndex::forget(const Lock& /*lock*/, const StashedInterval& interval
       }
     }
   }
-  if (saved_.empty()) {
+  if (--living_ == 0) {
     room_.end_pass();
   }
 }
