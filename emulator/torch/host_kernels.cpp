@@ -86,6 +86,18 @@ void softmax_backward(Stack& stack, const Generator&) {
   torch::jit::push(stack, out);
 }
 
+// ---- histograms of integers, in double ------------------------------------------------------------------------------
+
+void histc(Stack& stack, const Generator&) {
+  const at::Scalar highest = torch::jit::pop(stack).toScalar();
+  const at::Scalar lowest = torch::jit::pop(stack).toScalar();
+  const std::int64_t bins = torch::jit::pop(stack).toInt();
+  const Tensor input = torch::jit::pop(stack).toTensor();
+  const bool whole = c10::isIntegralType(input.scalar_type(), /*includeBool=*/false);
+  const Tensor counts = at::histc(whole ? input.to(at::kDouble) : input, bins, lowest, highest);
+  torch::jit::push(stack, counts.to(input.scalar_type()));
+}
+
 // ---- cells of recurrent networks ------------------------------------------------------------------------------------
 
 void lstm_cell(Stack& stack, const Generator&) {
@@ -158,6 +170,7 @@ HostKernel host_kernel(const std::string& operator_name) {
       {"aten::_log_softmax.out", &softmax<&at::_log_softmax_out>},
       {"aten::_softmax_backward_data.out", &softmax_backward<&at::_softmax_backward_data_out>},
       {"aten::_log_softmax_backward_data.out", &softmax_backward<&at::_log_softmax_backward_data_out>},
+      {"aten::histc", &histc},
       {"aten::_thnn_fused_lstm_cell", &lstm_cell},
       {"aten::_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward},
       {"aten::_thnn_fused_gru_cell", &gru_cell},

@@ -1,5 +1,5 @@
-// Kernels for operators that torch has for CUDA alone, or whose CPU kernel draws from the CPU's default generator: by
-// the CPU's other operators.
+// Kernels for operators or dtypes that torch has for CUDA alone, or whose CPU kernel draws from the CPU's default
+// generator: by the CPU's other operators.
 //
 // They run on a stream's thread, on CPU tensors. Thread-safe.
 #pragma once

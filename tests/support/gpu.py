@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import hydra_ext
 from hydra_ext import Checks, Run, _build_info
@@ -23,6 +24,7 @@ EMULATED = "emulated_cuda" in sys.modules
 
 # A few milliseconds on current devices: far longer than the copies of these models.
 _LONGEST_SLEEP_CYCLES = 20_000_000
+_LONGEST_DELAY = 3e-4  # seconds, of each operation
 
 
 def require_gpu() -> torch.device:
@@ -61,7 +63,29 @@ def jitter(run: Run, seed: int) -> Iterator[None]:
         thread.join()
 
 
-def sleepy(model: nn.Module, seed: int) -> None:
+@contextmanager
+def late(run: Run, model: nn.Module, seed: int | None) -> Iterator[None]:
+    """Delays copies and compute at random times; with None nothing. The emulated machine delays each operation."""
+    if seed is None:
+        yield
+    elif EMULATED:
+        machine = sys.modules["emulated_cuda"]
+        machine.set_delays(_LONGEST_DELAY, seed)
+        try:
+            yield
+        finally:
+            machine.set_delays(0.0, 0)
+    else:
+        with jitter(run, seed):
+            hooks = sleepy(model, seed)
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+
+def sleepy(model: nn.Module, seed: int) -> list[RemovableHandle]:
     """Makes modules of the model delay compute at random before they run."""
     chance = random.Random(seed)
 
@@ -69,8 +93,7 @@ def sleepy(model: nn.Module, seed: int) -> None:
         if chance.random() < 0.3:
             torch.cuda._sleep(chance.randrange(_LONGEST_SLEEP_CYCLES))
 
-    for module in model.modules():
-        module.register_forward_pre_hook(delay)
+    return [module.register_forward_pre_hook(delay) for module in model.modules()]
 
 
 @dataclass
