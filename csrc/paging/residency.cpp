@@ -1,8 +1,27 @@
 #include "csrc/paging/residency.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace hydra {
+
+namespace {
+
+/// Whether there is room for all blocks of the future at every moment. Most often it is so, and told in one pass.
+bool all_fit(std::span<const Use> future, std::span<const Bytes> slot_bytes) {
+  std::vector<bool> seen(slot_bytes.size(), false);
+  Bytes together = 0;
+  Bytes room = std::numeric_limits<Bytes>::max();
+  for (const Use& use : future) {
+    const auto block = static_cast<std::size_t>(use.block);
+    together += seen[block] ? 0 : slot_bytes[block];
+    seen[block] = true;
+    room = std::min(room, use.room);
+  }
+  return together <= room;
+}
+
+}  // namespace
 
 std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span<const Bytes> slot_bytes,
                                           const std::vector<bool>& resident) {
@@ -17,6 +36,7 @@ std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span
   for (const Use& use : future) {
     held.push_back(size_of(use.block));
   }
+  const bool has_room = all_fit(future, slot_bytes);
   std::vector<bool> seen(slot_bytes.size(), false);
   std::size_t distinct = 1;
   bool loads_stopped = false;
@@ -30,6 +50,10 @@ std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span
     seen[block] = true;
     ++distinct;
     if (!resident[block] && (loads_stopped || !future[when].loadable)) {
+      continue;
+    }
+    if (has_room) {
+      chosen.push_back(future[when].block);
       continue;
     }
     bool fits = true;

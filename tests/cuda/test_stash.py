@@ -126,6 +126,41 @@ def test_streams_that_share_a_saved_tensor_all_wait_for_it() -> None:
     assert stash.report().to_device_bytes > 0
 
 
+def test_memory_that_came_back_is_not_used_again_while_another_stream_reads_it() -> None:
+    """The last reader is on the other stream, and late. The first stream needs memory of this size at once."""
+    home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x, u = torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda").requires_grad_()
+    of_home = torch.randn(512, 512, device="cuda").requires_grad_()
+    side.wait_stream(home)
+    with torch.cuda.stream(side):
+        of_side = torch.randn(512, 512, device="cuda").requires_grad_()
+
+    def loss_of() -> Tensor:
+        needs_memory = u.sin().cos().exp()
+        shared = x.relu()
+        shared.record_stream(side)
+        side.wait_stream(home)
+        with torch.cuda.stream(side):
+            there = shared * of_side
+            there.register_hook(lambda _: torch.cuda._sleep(400_000_000))
+        here = shared * of_home
+        home.wait_stream(side)
+        return (here + there + needs_memory).sum()
+
+    leaves = [of_home, of_side, u]
+    expected = [gradient.cpu() for gradient in torch.autograd.grad(loss_of(), leaves)]
+    stash = hydra_ext.stash(hydra_ext.Offload(), device="cuda")
+    for _ in range(3):
+        with stash:
+            loss = loss_of()
+        stash.report()  # waits until all has left
+        found = torch.autograd.grad(loss, leaves)
+        torch.cuda.synchronize()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.cpu(), other)
+    assert stash.report().to_device_bytes > 0
+
+
 def test_compression_makes_room_while_its_own_allocations_ask_for_it() -> None:
     """Each allocation of a coder may ask for room, which the saved tensors themselves can make."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16)])
