@@ -127,7 +127,7 @@ def test_streams_that_share_a_saved_tensor_all_wait_for_it() -> None:
 
 
 def test_memory_that_came_back_is_not_used_again_while_another_stream_reads_it() -> None:
-    """The last reader is on the other stream, and late. The first stream needs memory of this size at once."""
+    """The reader on the other stream is late. The stream that saved reads last, and needs memory of this size at once."""
     home, side = torch.cuda.current_stream(), torch.cuda.Stream()
     x, u = torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda").requires_grad_()
     of_home = torch.randn(512, 512, device="cuda").requires_grad_()
@@ -139,11 +139,11 @@ def test_memory_that_came_back_is_not_used_again_while_another_stream_reads_it()
         needs_memory = u.sin().cos().exp()
         shared = x.relu()
         shared.record_stream(side)
+        here = shared * of_home
         side.wait_stream(home)
         with torch.cuda.stream(side):
             there = shared * of_side
             there.register_hook(lambda _: torch.cuda._sleep(400_000_000))
-        here = shared * of_home
         home.wait_stream(side)
         return (here + there + needs_memory).sum()
 
