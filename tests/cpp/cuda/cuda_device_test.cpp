@@ -8,9 +8,11 @@
 #include <thread>
 
 #include "csrc/base/errors.h"
+#include "csrc/transfer/cuda/cuda_numa_node.h"
 #include "csrc/transfer/cuda/cuda_pinner.h"
 #include "emulator/cudart/control.h"
 #include "tests/cpp/cuda/cuda_support.h"
+#include "tests/cpp/memory/numa_support.h"
 #include "tests/cpp/support.h"
 
 namespace hydra::test {
@@ -335,6 +337,19 @@ TEST_F(CudaDeviceTest, APinThatTheDriverRefusesLeavesTheArenaPageable) {
   arena.release(pageable, 5000);
   arena.release(pinned, 5000);
   EXPECT_EQ(emulated_cuda::registrations(), 0);
+}
+
+TEST_F(CudaDeviceTest, ANumaNodeIsLookedUpByTheAddressOfTheDevice) {
+  emulated_cuda::configure({.devices = 10});
+  const FakeSysfs sysfs;
+  sysfs.place("0000:01:00.0", "5\n");
+  sysfs.place("0000:0a:00.0", "6\n");
+  EXPECT_EQ(cuda_numa_node(0, sysfs.path()), 5);
+  EXPECT_EQ(cuda_numa_node(9, sysfs.path()), 6) << "the system writes small letters";
+  EXPECT_EQ(cuda_numa_node(1, sysfs.path()), std::nullopt);
+  EXPECT_EQ(cuda_numa_node(99, sysfs.path()), std::nullopt) << "there is no such device";
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  emulated_cuda::configure({});
 }
 
 }  // namespace
