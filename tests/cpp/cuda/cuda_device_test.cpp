@@ -216,6 +216,59 @@ TEST_F(CudaDeviceTest, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
   device_->slots().release(slot, static_cast<Bytes>(source.size()));
 }
 
+TEST_F(CudaDeviceTest, TheHostGoesOnWhileTheLastBatchesAreUnderWay) {
+  const std::vector<std::uint8_t> source(CudaLane::kInFlight * static_cast<std::size_t>(CudaLane::kBatchBytes), 8);
+  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+  Gate gate;
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  const TicketPtr ticket = fill(slot, source, {});
+  device_->compute_waits(*ticket);
+  EXPECT_FALSE(ticket->finished());
+  gate.open();
+  ticket->wait();
+  device_->slots().release(slot, static_cast<Bytes>(source.size()));
+}
+
+/// As its weights are being updated, or read from the disk.
+TEST_F(CudaDeviceTest, APrefetchWhoseBytesAreNotReadyHoldsUpNoUrgentJob) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 1);
+  void* const slot = device_->slots().allocate(kBytes);
+  void* const wanted = device_->slots().allocate(kBytes);
+  Gate gate;
+  bool overtaken = false;
+  Job prefetch = copy_job(slot, source);
+  prefetch.before = [&] { overtaken = gate.opens(); };
+  const TicketPtr later = device_->to_device().submit(std::move(prefetch));
+  Job urgent = copy_job(wanted, source);
+  urgent.priority = Priority::kFault;
+  urgent.before = [] {};  // has to be made ready too
+  urgent.after = [&gate] { gate.open(); };
+  const TicketPtr sooner = device_->to_device().submit(std::move(urgent));
+  later->wait();
+  sooner->wait();
+  EXPECT_TRUE(overtaken);
+  device_->slots().release(slot, kBytes);
+  device_->slots().release(wanted, kBytes);
+}
+
+TEST_F(CudaDeviceTest, JobsOfAClassKeepTheirOrderThoughTheFirstIsReadyLast) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 1);
+  void* const slot = device_->slots().allocate(kBytes);
+  Gate gate;
+  std::vector<int> order;
+  Job first = copy_job(slot, source);
+  first.before = [&gate] { gate.wait(); };
+  first.after = [&order] { order.push_back(1); };
+  device_->to_device().submit(std::move(first));
+  Job second = copy_job(slot, source);
+  second.after = [&order] { order.push_back(2); };
+  device_->to_device().submit(std::move(second));
+  gate.open();
+  device_->to_device().drain();
+  EXPECT_EQ(order, (std::vector<int>{1, 2}));
+  device_->slots().release(slot, kBytes);
+}
+
 TEST_F(CudaDeviceTest, EveryCallIsMadeOnTheDeviceOfTheBackend) {
   const std::vector<std::uint8_t> source = random_bytes(kBytes, 9);
   {
