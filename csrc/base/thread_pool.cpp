@@ -71,11 +71,11 @@ class ThreadPool::Workers {
       const std::lock_guard lock(mutex_);
       job_ = &job;
       ++generation_;
-      busy_ = threads_.size();
     }
     changed_.notify_all();
     job.work();
     std::unique_lock lock(mutex_);
+    job_ = nullptr;  // a thread that wakes up only now has no part in it
     finished_.wait(lock, [this] { return busy_ == 0; });
   }
 
@@ -90,6 +90,10 @@ class ThreadPool::Workers {
       }
       served = generation_;
       Job* job = job_;
+      if (job == nullptr) {
+        continue;
+      }
+      ++busy_;
       lock.unlock();
       job->work();
       lock.lock();
@@ -117,7 +121,7 @@ class ThreadPool::Workers {
   std::condition_variable finished_;
   Job* job_ = nullptr;
   std::uint64_t generation_ = 0;
-  std::size_t busy_ = 0;
+  int busy_ = 0;  // threads that work on the job
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

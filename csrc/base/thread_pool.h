@@ -24,7 +24,7 @@ class ThreadPool {
   /// Calls body(0) ... body(tasks - 1) once each, on the caller and the pool's threads, and returns after the last.
   /// Results must not depend on which thread takes which task. After a task has thrown, no new task begins, and the
   /// first exception is thrown here. Calls from several threads run one after the other. A call from inside a body of
-  /// the same pool throws StateError.
+  /// the same pool throws StateError. A thread that wakes up when no task is left is not waited for.
   void parallel_for(std::int64_t tasks, const std::function<void(std::int64_t)>& body);
 
  private:

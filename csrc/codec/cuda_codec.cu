@@ -133,7 +133,7 @@ __global__ void find_kernel(NumberFormat format, const Layout layout, const std:
                      find_groups(format, stream + layout.tags + chunk * kChunkBlocks, layout.blocks_of(chunk),
                                  stream + layout.payload + begin, end - begin, begins + chunk * kChunkGroups);
   if (!whole) {
-    *damaged = 1;
+    atomicExch(damaged, 1U);  // several threads may say so
   }
 }
 

@@ -103,7 +103,8 @@ void touch_in_parallel(char* begin, Bytes bytes) {
 
 }  // namespace
 
-HostArena::HostArena(Pinner* pinner) noexcept : pinner_(pinner), owner_process_(::getpid()) {}
+HostArena::HostArena(Pinner* pinner, std::optional<NumaNode> node) noexcept
+    : pinner_(pinner), node_(node), owner_process_(::getpid()) {}
 
 HostArena::~HostArena() { unpin_all(); }
 
@@ -122,6 +123,9 @@ void* HostArena::allocate(Bytes bytes) {
                "host arena: asked for " + human_bytes(bytes) + " with " + human_bytes(mapped_bytes()) +
                    " already mapped: " + std::generic_category().message(reason) +
                    "; free host memory, raise the limit on address space (ulimit -v), or keep blocks on disk");
+  if (node_) {
+    prefer_numa_node(*node_, mapping.begin(), mapped);  // before the first touch, which takes the pages
+  }
   if (mapped >= kLarge) {
     touch_in_parallel(mapping.begin(), mapped);
   }

@@ -5,6 +5,7 @@
 // Pinned regions stay out of forked children (MADV_DONTFORK): a child must not touch pinned pages, and a fork must not
 // copy them. In a child allocate() throws StateError, and every other call does nothing.
 // If pinning fails, the region stays pageable and counts in pageable_bytes().
+// Regions lie at the arena's NUMA node, if it has one, as long as that node has memory left.
 //
 // Owns its regions. The pinner has to outlive the arena. A caller must release all regions before it destroys the
 // arena; the destructor un-pins the others and leaves them mapped, so that no memory is freed under a user's tensor.
@@ -14,7 +15,9 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 
+#include "csrc/memory/numa_node.h"
 #include "csrc/memory/resource.h"
 
 namespace hydra {
@@ -29,8 +32,8 @@ class Pinner {
 
 class HostArena final : public Resource {
  public:
-  /// `pinner` may be null: then no region is pinned, and none counts as pageable.
-  explicit HostArena(Pinner* pinner = nullptr) noexcept;
+  /// `pinner` may be null: then no region is pinned, and none counts as pageable. `node` is next to the device.
+  explicit HostArena(Pinner* pinner = nullptr, std::optional<NumaNode> node = std::nullopt) noexcept;
   ~HostArena() override;
 
   void* allocate(Bytes bytes) override;
@@ -59,6 +62,7 @@ class HostArena final : public Resource {
   Bytes sum(Bytes (*of)(const Region&)) const noexcept;
 
   Pinner* pinner_;
+  const std::optional<NumaNode> node_;
   const std::int64_t owner_process_;
   mutable std::mutex mutex_;
   std::map<void*, Region> regions_;

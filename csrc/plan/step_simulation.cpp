@@ -9,7 +9,7 @@ namespace hydra {
 
 namespace {
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kNoMoment = std::numeric_limits<double>::infinity();
 
 double again_seconds(const ActivationSegment& segment, ActivationOption option) {
   if (!runs_again(option)) {
@@ -70,7 +70,7 @@ class BytesInFlight {
   }
 
   /// The moment at which the first of them have gone; infinite if there are none.
-  double next() const { return first_ < entries_.size() ? entries_[first_].end : kNever; }
+  double next() const { return first_ < entries_.size() ? entries_[first_].end : kNoMoment; }
 
  private:
   struct Entry {
@@ -109,12 +109,12 @@ class LeastRoom {
   /// The first moment from `moment` on with room for bytes; infinite if there is none yet. Later calls likewise.
   double first(double moment, Bytes bytes) {
     while (!stays_.empty() && from(moment) < bytes) {
-      if (next() == kNever) {
-        return kNever;
+      if (next() == kNoMoment) {
+        return kNoMoment;
       }
       moment = next();
     }
-    return stays_.empty() ? kNever : moment;
+    return stays_.empty() ? kNoMoment : moment;
   }
 
   /// The least room from `moment` on. Later calls ask for later moments.
@@ -126,7 +126,7 @@ class LeastRoom {
   }
 
   /// The moment of the last answer's next change; infinite if it was the last stay's.
-  double next() const { return first_ + 1 < stays_.size() ? stays_[first_ + 1].begin : kNever; }
+  double next() const { return first_ + 1 < stays_.size() ? stays_[first_ + 1].begin : kNoMoment; }
 
  private:
   struct Stay {

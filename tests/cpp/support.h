@@ -1,6 +1,7 @@
 // Shared helpers of C++ tests: a gate between threads, byte patterns, a fence that the test opens.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -26,6 +27,11 @@ class Gate {
   void wait() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return open_; });
+  }
+  /// Whether it opens within a time that is long enough for any test.
+  bool opens() {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::seconds(20), [this] { return open_; });
   }
   bool is_open() {
     const std::lock_guard lock(mutex_);

@@ -2,6 +2,7 @@
 #include "csrc/pytorch/cuda/cuda_backend.h"
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/cuda/cuda_budget.h"
+#include "csrc/transfer/cuda/cuda_numa_node.h"
 #include "csrc/transfer/cuda/cuda_pinner.h"
 
 namespace py = pybind11;
@@ -13,13 +14,13 @@ namespace {
 using Released = py::call_guard<py::gil_scoped_release>;
 
 /// The arena owns its pinner through the pointer that Python holds.
-std::shared_ptr<HostArena> make_arena(int device) {
+std::shared_ptr<HostArena> make_arena(int device, const std::string& sysfs) {
   struct PinnedArena {
-    explicit PinnedArena(int on_device) : pinner(on_device), arena(&pinner) {}
+    PinnedArena(int on_device, std::optional<NumaNode> node) : pinner(on_device), arena(&pinner, node) {}
     CudaPinner pinner;  // outlives the arena
     HostArena arena;
   };
-  auto both = std::make_shared<PinnedArena>(device);
+  auto both = std::make_shared<PinnedArena>(device, cuda_numa_node(device, sysfs));
   return {both, &both->arena};
 }
 
@@ -46,7 +47,8 @@ void bind_cuda(py::module_& module) {
   module.def("cuda_budgets", &CudaBudget::sum, py::arg("device_index"), Released(),
              "The sum of the budgets of the runs on a device, in bytes.");
   module.def("make_cuda_backend", &CudaBackend::make, py::arg("device_index"), Released());
-  module.def("make_cuda_arena", &make_arena, py::arg("device_index"), "A host arena whose regions are page-locked.");
+  module.def("make_cuda_arena", &make_arena, py::arg("device_index"), py::arg("sysfs") = "/sys",
+             "A host arena whose regions are page-locked, and lie next to the device.");
 }
 
 }  // namespace hydra

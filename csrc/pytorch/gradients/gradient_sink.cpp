@@ -2,8 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/util/ParallelGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -194,27 +192,23 @@ void AccumulatingSink::add_home(HostParameter& parameter, const at::Tensor& grad
   }
   // Both have the same layout, without gaps: equal ranges of their memory have the same elements.
   const std::int64_t count = gradient.numel();
-  const std::int64_t step = LandingRing::kPieceBytes / static_cast<std::int64_t>(gradient.itemsize());
+  const auto itemsize = static_cast<Bytes>(gradient.itemsize());
+  const std::int64_t step = LandingRing::kPieceBytes / itemsize;
   const auto* const source = static_cast<const std::byte*>(gradient.const_data_ptr());
   for (std::int64_t begin = 0; begin < count; begin += step) {
     const std::int64_t length = std::min(step, count - begin);
     const bool last = begin + length == count;
     const ArenaRegionPtr piece = ring_.next();
-    const auto itemsize = static_cast<Bytes>(gradient.itemsize());
     Job job;
     job.segments.push_back({piece->data(), source + begin * itemsize, length * itemsize});
-    job.after = [gradient, sum, piece, begin, length, first, arrival = last ? arrival : LeavingNorm::Arrival()] {
-      const at::NoGradGuard no_grad;
-      const HostScope on_the_host;
-      const c10::ParallelGuard one_thread(true);
-      const auto flat = at::TensorOptions().device(at::kCPU);
-      auto* const to = static_cast<std::byte*>(sum.mutable_data_ptr()) + begin * static_cast<Bytes>(sum.itemsize());
-      at::Tensor part = at::from_blob(to, {length}, flat.dtype(sum.scalar_type()));
-      const at::Tensor landed = at::from_blob(piece->data(), {length}, flat.dtype(gradient.scalar_type()));
+    job.after = [this, gradient, sum, piece, begin, length, first, arrival = last ? arrival : LeavingNorm::Arrival()] {
+      auto* const total = static_cast<std::byte*>(sum.mutable_data_ptr());
+      const HostNumbers part{total + begin * static_cast<Bytes>(sum.itemsize()), sum.scalar_type()};
+      const HostNumbers landed{piece->data(), gradient.scalar_type()};
       if (first) {
-        part.copy_(landed);
+        arithmetic_.convert(part, landed, length);
       } else {
-        part.add_(landed.scalar_type() == part.scalar_type() ? landed : landed.to(part.scalar_type()));
+        arithmetic_.add(part, landed, length);
       }
       if (arrival) {
         arrival(sum);

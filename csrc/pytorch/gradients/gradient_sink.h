@@ -16,6 +16,7 @@
 
 #include "csrc/pytorch/gradients/leaving_norm.h"
 #include "csrc/pytorch/memory/account.h"
+#include "csrc/pytorch/memory/host_arithmetic.h"
 #include "csrc/pytorch/memory/landing_ring.h"
 #include "csrc/pytorch/parameters/host_parameter.h"
 #include "csrc/transfer/device_backend.h"
@@ -136,6 +137,7 @@ class AccumulatingSink final : public GradientSink {
   std::vector<Hooked> hooked_;
   LeavingGradients leaving_;
   LandingRing ring_;
+  HostArithmetic arithmetic_;  // of the lane's jobs
   LeavingNorm norm_;
 };
 

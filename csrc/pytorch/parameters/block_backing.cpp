@@ -1,21 +1,16 @@
 #include "csrc/pytorch/parameters/block_backing.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/util/ParallelGuard.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "csrc/pytorch/homes/weight_loans.h"
-#include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/parameters/withheld.h"
 
 namespace hydra {
 
-BlockBacking::BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena)
-    : parameters_(std::move(parameters)), arena_(arena) {
+BlockBacking::BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena,
+                           HostArithmetic& arithmetic)
+    : parameters_(std::move(parameters)), arena_(arena), arithmetic_(arithmetic) {
   for (HostParameter* parameter : parameters_) {
     parameter->page->offset = slot_bytes_;
     home_offsets_.push_back(home_bytes_);
@@ -62,24 +57,21 @@ const std::byte* BlockBacking::source_of(const HostParameter& parameter) const {
 }
 
 void BlockBacking::cast_into_staging() {
-  if (staged_) {
+  if (staging_.valid) {
     return;
   }
-  staging_ = staging_ ? staging_ : std::make_shared<ArenaRegion>(arena_, slot_bytes_);
+  ArenaRegionPtr& region = staging_.region;
+  region = region ? region : std::make_shared<ArenaRegion>(arena_, slot_bytes_);
   for (const HostParameter* parameter : parameters_) {
-    cast(*parameter, source_of(*parameter), staging_->data() + parameter->page->offset);
+    cast(*parameter, source_of(*parameter), region->data() + parameter->page->offset);
   }
-  staged_ = true;
+  staging_.valid = true;
 }
 
 void BlockBacking::cast(const HostParameter& parameter, const std::byte* from, std::byte* to) const {
-  const at::NoGradGuard no_grad;
-  const HostScope on_the_host;
-  const c10::ParallelGuard one_thread(true);
-  const auto view = [&](void* data, at::ScalarType dtype) {
-    return at::from_blob(data, parameter.host.sizes(), parameter.host.strides(), at::TensorOptions().dtype(dtype));
-  };
-  view(to, parameter.face.scalar_type()).copy_(view(const_cast<std::byte*>(from), parameter.host.scalar_type()));
+  // Both have the same layout, without gaps: equal ranges of their memory have the same elements.
+  arithmetic_.convert({to, parameter.face.scalar_type()}, {const_cast<std::byte*>(from), parameter.host.scalar_type()},
+                      parameter.host.numel());
 }
 
 void BlockBacking::wait_before_fill(std::shared_ptr<DeferredUpdate> update) {
@@ -105,7 +97,7 @@ Job BlockBacking::fill(void* slot) {
     job.segments.push_back({base, nullptr, slot_bytes_});
     job.locate = [this](std::vector<Segment>& segments) {
       cast_into_staging();
-      segments.front().source = staging_->data();
+      segments.front().source = staging_.region->data();
     };
     return job;
   }
@@ -190,8 +182,7 @@ std::vector<std::pair<HostParameter*, Bytes>> BlockBacking::places() const {
 void BlockBacking::went_to_disk() noexcept {
   on_disk_ = true;
   home_.reset();
-  staging_.reset();
-  staged_ = false;
+  staging_ = {};
 }
 
 void BlockBacking::came_home(ArenaRegionPtr home) noexcept {
@@ -205,7 +196,7 @@ void BlockBacking::came_home(ArenaRegionPtr home) noexcept {
 }
 
 Job BlockBacking::write_back(void* slot) {
-  staged_ = false;
+  staging_.valid = false;
   Job job;
   const auto* const base = static_cast<const std::byte*>(slot);
   for (HostParameter* parameter : parameters_) {

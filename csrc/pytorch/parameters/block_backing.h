@@ -24,6 +24,7 @@
 
 #include "csrc/optim/deferred_update.h"
 #include "csrc/paging/block_client.h"
+#include "csrc/pytorch/memory/host_arithmetic.h"
 #include "csrc/pytorch/parameters/host_parameter.h"
 
 namespace hydra {
@@ -32,8 +33,9 @@ class WeightLoans;
 
 class BlockBacking final : public BlockClient {
  public:
-  /// Moves the hosts' bytes into `arena`, as far as that is possible.
-  BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena);
+  /// Moves the hosts' bytes into `arena`, as far as that is possible. `arithmetic` has to outlive this object.
+  BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena,
+               HostArithmetic& arithmetic);
 
   Job fill(void* slot) override;
   Job write_back(void* slot) override;
@@ -41,7 +43,7 @@ class BlockBacking final : public BlockClient {
   void withdraw() noexcept override;
 
   /// Tells that the hosts' bytes have changed since the last fill.
-  void host_changed() noexcept { staged_ = false; }
+  void host_changed() noexcept { staging_.valid = false; }
   /// Makes fills wait for the block's part of this update; null ends that.
   void wait_before_fill(std::shared_ptr<DeferredUpdate> update);
   /// Whether the hosts' bytes are all on the host, and have no other owner.
@@ -69,6 +71,12 @@ class BlockBacking final : public BlockClient {
   Bytes foreign_bytes() const noexcept;
 
  private:
+  /// The bytes cast to the faces' dtype, if it differs from the hosts'.
+  struct Staging {
+    ArenaRegionPtr region;
+    bool valid = false;
+  };
+
   bool casts() const noexcept;
   const std::byte* source_of(const HostParameter& parameter) const;
   std::size_t index_of(const HostParameter& parameter) const;
@@ -78,11 +86,12 @@ class BlockBacking final : public BlockClient {
   Job fill_from_disk(std::byte* slot, const std::shared_ptr<DeferredUpdate>& update);
 
   std::vector<HostParameter*> parameters_;
-  ArenaRegionPtr home_;         // the adopted hosts' bytes
-  ArenaRegionPtr staging_;      // bytes cast to the faces' dtype, if it differs from the hosts'
+  ArenaRegionPtr home_;  // the adopted hosts' bytes
+  Staging staging_;
   ArenaRegionPtr aside_;        // the hosts' bytes while the hosts are poisoned: as pinned as they
   std::vector<bool> is_aside_;  // for each parameter
   std::shared_ptr<HostArena> arena_;
+  HostArithmetic& arithmetic_;
   std::shared_ptr<WeightLoans> loans_;
   std::atomic<bool> on_disk_{false};
   std::mutex update_mutex_;
@@ -91,7 +100,6 @@ class BlockBacking final : public BlockClient {
   Bytes home_bytes_ = 0;
   Bytes slot_bytes_ = 0;
   bool whole_ = true;  // all hosts are in the arena, in the layout of the slot
-  bool staged_ = false;
 };
 
 }  // namespace hydra

@@ -22,7 +22,7 @@ std::unique_ptr<BlockBacking> ModelBlocks::add(std::string name,
     members.push_back(parameter.get());
     parameters_.push_back(std::move(parameter));
   }
-  auto backing = std::make_unique<BlockBacking>(std::move(members), arena_);
+  auto backing = std::make_unique<BlockBacking>(std::move(members), arena_, casting_);
   backings_.push_back(backing.get());
   names_.push_back(std::move(name));
   return backing;

@@ -50,6 +50,7 @@ class ModelBlocks {
   std::unique_ptr<HostParameter> make_parameter(const std::string& name, const at::Tensor& host) const;
 
   std::shared_ptr<HostArena> arena_;
+  HostArithmetic casting_;  // of all backings, apart from that of gradients, which must not wait for a block's cast
   c10::Device device_;
   std::optional<at::ScalarType> face_dtype_;
   std::weak_ptr<PagedModel> owner_;

@@ -37,6 +37,11 @@ CudaLane::~CudaLane() {
     changed_->notify_all();
   }
   enqueuer_->join();
+  for (Class& jobs : classes_) {
+    if (jobs.preparer->joinable()) {
+      jobs.preparer->join();
+    }
+  }
   completer_->join();
   forget_cuda_error(cudaStreamDestroy(stream_));
 }
@@ -47,14 +52,18 @@ TicketPtr CudaLane::submit(Job job) {
   auto pending = std::make_shared<Pending>();
   pending->ticket = std::make_shared<CudaTicket>(job.bytes());
   TicketPtr ticket = pending->ticket;
-  Queue& queue = queues_.at(static_cast<std::size_t>(job.priority));
+  Class& jobs = classes_.at(static_cast<std::size_t>(job.priority));
+  pending->prepared = !job.before && !job.locate;
   pending->job = std::move(job);
   const std::lock_guard lock(mutex_);
   HYDRA_EXPECT(!stopping_, StateError, "this lane is closing and takes no more jobs");
+  if (!pending->prepared && !jobs.preparer->joinable()) {
+    *jobs.preparer = std::thread([this, &jobs] { prepare_jobs(jobs); });
+  }
   pending->sequence = submitted_ + 1;
   unfinished_.insert(pending->sequence);
   try {
-    queue.push_back(pending);
+    jobs.queue.push_back(pending);
   } catch (...) {  // the job was not submitted
     unfinished_.erase(pending->sequence);
     throw;
@@ -78,38 +87,66 @@ LaneStatistics CudaLane::statistics() const noexcept {
   return statistics_;
 }
 
-// ---- the enqueuer -----------------------------------------------------------------------------
+// ---- the preparers ----------------------------------------------------------------------------
 
-void CudaLane::enqueue_jobs() noexcept {
+void CudaLane::prepare_jobs(const Class& jobs) noexcept {
   // New threads start on device 0. A failure shows in every later ticket.
   forget_cuda_error(cudaSetDevice(device_));
   std::unique_lock lock(mutex_);
   for (;;) {
-    Queue* queue = nullptr;
-    changed_->wait(lock, [this, &queue] {
-      queue = next_queue();
-      return queue != nullptr ? in_flight_.size() < kInFlight : stopping_;
+    changed_->wait(lock, [this, &jobs] { return jobs.queue.empty() ? stopping_ : !jobs.queue.front()->prepared; });
+    if (jobs.queue.empty()) {
+      return;
+    }
+    const PendingPtr pending = jobs.queue.front();
+    lock.unlock();
+    try {
+      prepare_job(pending->job);
+    } catch (...) {
+      pending->prepare_error = std::current_exception();
+    }
+    lock.lock();
+    pending->prepared = true;
+    changed_->notify_all();
+  }
+}
+
+// ---- the enqueuer -----------------------------------------------------------------------------
+
+void CudaLane::enqueue_jobs() noexcept {
+  forget_cuda_error(cudaSetDevice(device_));
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    Class* jobs = nullptr;
+    changed_->wait(lock, [this, &jobs] {
+      jobs = next_class();
+      return jobs != nullptr ? in_flight_.size() < kInFlight : stopping_ && !has_queued();
     });
-    if (queue == nullptr) {
+    if (jobs == nullptr) {
       enqueuer_ended_ = true;
       changed_->notify_all();
       return;
     }
-    const PendingPtr pending = queue->front();
+    const PendingPtr pending = jobs->queue.front();
     lock.unlock();
     Batch batch = enqueue_batch(pending);
     lock.lock();
     if (batch.last) {
-      queue->pop_front();  // still this job: other threads only append
+      jobs->queue.pop_front();  // still this job: other threads only append
     }
     in_flight_.push_back(std::move(batch));
     changed_->notify_all();
   }
 }
 
-CudaLane::Queue* CudaLane::next_queue() noexcept {
-  const auto found = std::ranges::find_if(queues_, [](const Queue& queue) { return !queue.empty(); });
-  return found == queues_.end() ? nullptr : &*found;
+CudaLane::Class* CudaLane::next_class() noexcept {
+  const auto found = std::ranges::find_if(
+      classes_, [](const Class& jobs) { return !jobs.queue.empty() && jobs.queue.front()->prepared; });
+  return found == classes_.end() ? nullptr : &*found;
+}
+
+bool CudaLane::has_queued() const noexcept {
+  return std::ranges::any_of(classes_, [](const Class& jobs) { return !jobs.queue.empty(); });
 }
 
 CudaLane::Batch CudaLane::enqueue_batch(const PendingPtr& pending) noexcept {
@@ -118,7 +155,9 @@ CudaLane::Batch CudaLane::enqueue_batch(const PendingPtr& pending) noexcept {
   try {
     Job& job = pending->job;
     if (!std::exchange(pending->begun, true)) {
-      prepare_job(job);
+      if (pending->prepare_error) {
+        std::rethrow_exception(pending->prepare_error);
+      }
       wait_for_fences(job);
     }
     batch.start = events_.take();

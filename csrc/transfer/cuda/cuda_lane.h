@@ -1,13 +1,15 @@
-// One direction of a CUDA device's link: a stream of its own, and two host threads.
+// One direction of a CUDA device's link: a stream of its own, and its host threads.
 //
-// The enqueuer takes jobs by priority, runs `before`, makes the stream wait for the fences, and enqueues copies in
-// batches of at most kBatchBytes, with an event behind each. A few batches are in flight at once, so that the
-// link never waits for the host. They are so few that a more urgent job is not delayed for long.
+// A preparer runs `before` and `locate` of the oldest job of its class, which may wait for an update or a disk. Until
+// then jobs of other classes go ahead. Classes whose jobs have no such functions have no preparer.
+// The enqueuer takes prepared jobs by priority, makes the stream wait for the fences, and enqueues copies in batches of
+// at most kBatchBytes, with an event behind each. A few batches are in flight at once, so that the link never waits for
+// the host. They are so few that a more urgent job is not delayed for long.
 // The completer waits for the batches in order, runs `after`, and ends the tickets, including failed ones. So no copy
 // of a job is in flight when its ticket ends. A ticket is marked enqueued when its last event is recorded: from
 // then on a compute stream can wait for it without the host.
 //
-// Owns the stream, the threads and the jobs. Thread-safe. Neither thread takes the interpreter lock, but objects that a
+// Owns the stream, the threads and the jobs. Thread-safe. No thread takes the interpreter lock, but objects that a
 // job's functions own may take it when they are dropped. CUDA reports a kernel's error at the next call, so tickets of
 // this lane may carry errors of kernels.
 #pragma once
@@ -60,6 +62,9 @@ class CudaLane final : public Lane {
     Job job;
     std::shared_ptr<CudaTicket> ticket;
     std::int64_t sequence = 0;
+    bool prepared = false;  // under the mutex
+    // Only the preparer uses this until then.
+    std::exception_ptr prepare_error;
     // Only the enqueuer uses these, until the last batch is in flight.
     std::size_t segment = 0;
     Bytes offset = 0;
@@ -78,11 +83,18 @@ class CudaLane final : public Lane {
     Bytes bytes = 0;
     bool last = false;
   };
-  using Queue = std::deque<PendingPtr>;
+  /// The jobs of one priority. A job leaves when its last batch is in flight.
+  struct Class {
+    std::deque<PendingPtr> queue;
+    HomeOnly<std::thread> preparer;  // runs once a job needs it
+  };
 
+  void prepare_jobs(const Class& jobs) noexcept;
   void enqueue_jobs() noexcept;
   void complete_batches() noexcept;
-  Queue* next_queue() noexcept;
+  /// The most urgent class whose oldest job is prepared, or null.
+  Class* next_class() noexcept;
+  bool has_queued() const noexcept;
   Batch enqueue_batch(const PendingPtr& pending) noexcept;
   void wait_for_fences(const Job& job);
   Bytes copy_some(Pending& pending);
@@ -98,8 +110,7 @@ class CudaLane final : public Lane {
   const HomeProcess home_;
   mutable std::mutex mutex_;
   HomeOnly<std::condition_variable> changed_;
-  /// Indexed by priority. A job leaves its queue when its last batch is in flight.
-  std::array<Queue, 3> queues_;
+  std::array<Class, 3> classes_;  // indexed by priority
   std::deque<Batch> in_flight_;
   std::set<std::int64_t> unfinished_;
   std::int64_t submitted_ = 0;

@@ -120,7 +120,8 @@ def _place(facts: GpuFacts) -> Check:
         return Check("NUMA", Status.OK, detail)
     first = known[0]
     remedy = (
-        f"start with `numactl --cpunodebind={first} --membind={first}` for the first GPU: host memory is next to it"
+        f"start with `numactl --cpunodebind={first} --membind={first}` for the first GPU: weights on the host lie next "
+        "to it anyway, the threads that update them do not"
     )
     return Check("NUMA", Status.WARN, detail, remedy)
 

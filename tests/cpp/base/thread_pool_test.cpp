@@ -1,8 +1,13 @@
 #include "csrc/base/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <csignal>
+#include <future>
 #include <latch>
 #include <mutex>
 #include <set>
@@ -64,6 +69,53 @@ TEST(ThreadPool, ThrowsWhatATaskThrewAndGoesOnWorking) {
     EXPECT_LE(begun, threads);
     EXPECT_EQ(counts_of(pool, 100), std::vector<int>(100, 1));
   }
+}
+
+/// Holds a thread in a signal's handler, as a busy machine keeps it from waking up. One at a time.
+class HeldThread {
+ public:
+  explicit HeldThread(pthread_t thread) {
+    EXPECT_EQ(::pipe(entered_), 0);
+    EXPECT_EQ(::pipe(released_), 0);
+    std::signal(SIGUSR1, [](int) {
+      char byte = 1;
+      static_cast<void>(::write(entered_[1], &byte, 1) == 1 && ::read(released_[0], &byte, 1) == 1);
+    });
+    ::pthread_kill(thread, SIGUSR1);
+    char byte = 0;
+    EXPECT_EQ(::read(entered_[0], &byte, 1), 1);
+  }
+  ~HeldThread() {
+    const char byte = 1;
+    EXPECT_EQ(::write(released_[1], &byte, 1), 1);  // the handler, and both pipes, stay
+  }
+  HeldThread(const HeldThread&) = delete;
+  HeldThread& operator=(const HeldThread&) = delete;
+
+ private:
+  static inline int entered_[2];
+  static inline int released_[2];
+};
+
+TEST(ThreadPool, DoesNotWaitForAThreadThatWakesUpLate) {
+  ThreadPool pool(2);
+  const pthread_t caller = ::pthread_self();
+  std::atomic<pthread_t> worker = caller;
+  std::latch both(2);
+  pool.parallel_for(2, [&](std::int64_t) {
+    both.arrive_and_wait();  // each thread has one task
+    if (::pthread_self() != caller) {
+      worker = ::pthread_self();
+    }
+  });
+  std::future<std::vector<int>> call;
+  {
+    const HeldThread held(worker);
+    call = std::async(std::launch::async, [&pool] { return counts_of(pool, 100); });
+    EXPECT_EQ(call.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  }
+  EXPECT_EQ(call.get(), std::vector<int>(100, 1));
+  EXPECT_EQ(counts_of(pool, 100), std::vector<int>(100, 1));
 }
 
 TEST(ThreadPool, RefusesToWaitForItself) {

@@ -8,9 +8,11 @@
 #include <thread>
 
 #include "csrc/base/errors.h"
+#include "csrc/transfer/cuda/cuda_numa_node.h"
 #include "csrc/transfer/cuda/cuda_pinner.h"
 #include "emulator/cudart/control.h"
 #include "tests/cpp/cuda/cuda_support.h"
+#include "tests/cpp/memory/numa_support.h"
 #include "tests/cpp/support.h"
 
 namespace hydra::test {
@@ -214,6 +216,59 @@ TEST_F(CudaDeviceTest, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
   device_->slots().release(slot, static_cast<Bytes>(source.size()));
 }
 
+TEST_F(CudaDeviceTest, TheHostGoesOnWhileTheLastBatchesAreUnderWay) {
+  const std::vector<std::uint8_t> source(CudaLane::kInFlight * static_cast<std::size_t>(CudaLane::kBatchBytes), 8);
+  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+  Gate gate;
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  const TicketPtr ticket = fill(slot, source, {});
+  device_->compute_waits(*ticket);
+  EXPECT_FALSE(ticket->finished());
+  gate.open();
+  ticket->wait();
+  device_->slots().release(slot, static_cast<Bytes>(source.size()));
+}
+
+/// As its weights are being updated, or read from the disk.
+TEST_F(CudaDeviceTest, APrefetchWhoseBytesAreNotReadyHoldsUpNoUrgentJob) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 1);
+  void* const slot = device_->slots().allocate(kBytes);
+  void* const wanted = device_->slots().allocate(kBytes);
+  Gate gate;
+  bool overtaken = false;
+  Job prefetch = copy_job(slot, source);
+  prefetch.before = [&] { overtaken = gate.opens(); };
+  const TicketPtr later = device_->to_device().submit(std::move(prefetch));
+  Job urgent = copy_job(wanted, source);
+  urgent.priority = Priority::kFault;
+  urgent.before = [] {};  // has to be made ready too
+  urgent.after = [&gate] { gate.open(); };
+  const TicketPtr sooner = device_->to_device().submit(std::move(urgent));
+  later->wait();
+  sooner->wait();
+  EXPECT_TRUE(overtaken);
+  device_->slots().release(slot, kBytes);
+  device_->slots().release(wanted, kBytes);
+}
+
+TEST_F(CudaDeviceTest, JobsOfAClassKeepTheirOrderThoughTheFirstIsReadyLast) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 1);
+  void* const slot = device_->slots().allocate(kBytes);
+  Gate gate;
+  std::vector<int> order;
+  Job first = copy_job(slot, source);
+  first.before = [&gate] { gate.wait(); };
+  first.after = [&order] { order.push_back(1); };
+  device_->to_device().submit(std::move(first));
+  Job second = copy_job(slot, source);
+  second.after = [&order] { order.push_back(2); };
+  device_->to_device().submit(std::move(second));
+  gate.open();
+  device_->to_device().drain();
+  EXPECT_EQ(order, (std::vector<int>{1, 2}));
+  device_->slots().release(slot, kBytes);
+}
+
 TEST_F(CudaDeviceTest, EveryCallIsMadeOnTheDeviceOfTheBackend) {
   const std::vector<std::uint8_t> source = random_bytes(kBytes, 9);
   {
@@ -335,6 +390,19 @@ TEST_F(CudaDeviceTest, APinThatTheDriverRefusesLeavesTheArenaPageable) {
   arena.release(pageable, 5000);
   arena.release(pinned, 5000);
   EXPECT_EQ(emulated_cuda::registrations(), 0);
+}
+
+TEST_F(CudaDeviceTest, ANumaNodeIsLookedUpByTheAddressOfTheDevice) {
+  emulated_cuda::configure({.devices = 10});
+  const FakeSysfs sysfs;
+  sysfs.place("0000:01:00.0", "5\n");
+  sysfs.place("0000:0a:00.0", "6\n");
+  EXPECT_EQ(cuda_numa_node(0, sysfs.path()), 5);
+  EXPECT_EQ(cuda_numa_node(9, sysfs.path()), 6) << "the system writes small letters";
+  EXPECT_EQ(cuda_numa_node(1, sysfs.path()), std::nullopt);
+  EXPECT_EQ(cuda_numa_node(99, sysfs.path()), std::nullopt) << "there is no such device";
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  emulated_cuda::configure({});
 }
 
 }  // namespace

@@ -243,6 +243,20 @@ TEST(CodecKernels, RefuseStreamsThatAreCutOff) {
   }
 }
 
+/// The threads of find_kernel that meet damage say so at once: ThreadSanitizer sees how.
+TEST(CodecKernels, RefuseManyDamagedChunks) {
+  const OwnStream on;
+  const Layout layout(kWalkThreads * kChunkBlocks * kBlockNumbers);
+  ASSERT_EQ(layout.chunks, kWalkThreads);
+  const Memory stream(static_cast<std::size_t>(layout.payload), 0xFF);  // each chunk ends before its beginning
+  std::vector<std::uint32_t> begins(static_cast<std::size_t>(groups_of(layout.blocks)));
+  std::uint32_t damaged = 0;
+  kernels::launch_kernel("find_kernel", {1, kWalkThreads, 0, on}, find_kernel, NumberFormat::kFloat32, layout,
+                         stream.data(), Bytes{0}, begins.data(), &damaged);
+  expect_done(on, cudaGetLastError());
+  EXPECT_EQ(damaged, 1);
+}
+
 // ---- windows --------------------------------------------------------------------------------------------------------
 
 std::int64_t among(std::mt19937_64& random, std::int64_t least, std::int64_t most) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/base/errors.h"
+#include "tests/cpp/memory/numa_support.h"
 
 namespace hydra {
 namespace {
@@ -196,6 +197,41 @@ TEST(HostArena, InAForkedChildReleasesNothingAndRefusesToAllocate) {
   EXPECT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0);
   arena.release(region, page());
+}
+
+TEST(HostArena, LiesAtItsNumaNodeAndElsewhereByTheSystemsChoice) {
+  if (!test::may_prefer_nodes()) {
+    GTEST_SKIP() << "the system lets this process choose no NUMA node";
+  }
+  HostArena near(nullptr, 0);
+  HostArena anywhere;
+  for (const Bytes bytes : {Bytes{1}, 3 * page(), 9 * kMiB}) {
+    auto* const region = static_cast<char*>(near.allocate(bytes));
+    EXPECT_TRUE(test::numa_policy_at(region)->prefers(0)) << bytes;
+    EXPECT_TRUE(test::numa_policy_at(region + bytes - 1)->prefers(0)) << bytes;
+    near.release(region, bytes);
+    void* const other = anywhere.allocate(bytes);
+    EXPECT_EQ(test::numa_policy_at(other)->mode, MPOL_DEFAULT) << bytes;
+    anywhere.release(other, bytes);
+  }
+}
+
+TEST(HostArena, ServesAllTheSameIfItsNodeDoesNotExist) {
+  HostArena arena(nullptr, 999'999);
+  void* const region = arena.allocate(100);
+  std::memset(region, 1, 100);
+  arena.release(region, 100);
+}
+
+TEST(NumaNode, IsTheOneThatTheSystemNames) {
+  const test::FakeSysfs sysfs;
+  const std::string address = "0000:3b:00.0";
+  EXPECT_EQ(numa_node_of(address, sysfs.path()), std::nullopt);
+  for (const auto& [text, node] : std::map<std::string, std::optional<NumaNode>>{
+           {"0\n", 0}, {"13\n", 13}, {"-1\n", std::nullopt}, {"", std::nullopt}, {"none\n", std::nullopt}}) {
+    sysfs.place(address, text);
+    EXPECT_EQ(numa_node_of(address, sysfs.path()), node) << text;
+  }
 }
 
 TEST(HostArena, IgnoresReleaseOfWhatItDoesNotHold) {
