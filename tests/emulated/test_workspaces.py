@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -17,18 +18,17 @@ MIB = 2**20
 SIZE = 4 * MIB
 
 
-@pytest.fixture(autouse=True)
-def _size() -> None:
+@pytest.fixture
+def workspaces() -> Callable[[], int]:
+    """Gives how many there are, by the memory that they take."""
     torch.backends.cuda.cublas_workspace_size(SIZE)  # the machine's next start undoes it
+    before = torch.cuda.memory_allocated()
+    return lambda: round((torch.cuda.memory_allocated() - before) / SIZE)
 
 
 def multiply() -> None:
     ones = torch.ones(4, 4, device="cuda")
     ones @ ones
-
-
-def workspaces() -> int:
-    return torch.cuda.memory_allocated() // SIZE
 
 
 def multiply_at_once(threads: int) -> None:
@@ -43,7 +43,7 @@ def multiply_at_once(threads: int) -> None:
             future.result()
 
 
-def test_each_thread_that_multiplies_has_a_workspace_and_leaves_it_to_the_next() -> None:
+def test_each_thread_that_multiplies_has_a_workspace_and_leaves_it_to_the_next(workspaces: Callable[[], int]) -> None:
     multiply()
     multiply()
     assert workspaces() == 1
@@ -52,19 +52,19 @@ def test_each_thread_that_multiplies_has_a_workspace_and_leaves_it_to_the_next()
     multiply_at_once(3)
     assert workspaces() == 4
     torch._C._cuda_clearCublasWorkspaces()
-    assert torch.cuda.memory_allocated() == 0
+    assert workspaces() == 0
     multiply()
     assert workspaces() == 1
 
 
-def test_each_stream_has_a_workspace() -> None:
+def test_each_stream_has_a_workspace(workspaces: Callable[[], int]) -> None:
     multiply()
     with torch.cuda.stream(torch.cuda.Stream()):
         multiply()
     assert workspaces() == 2
 
 
-def test_a_larger_workspace_takes_the_place_of_a_smaller_one() -> None:
+def test_a_larger_workspace_takes_the_place_of_a_smaller_one(workspaces: Callable[[], int]) -> None:
     multiply()
     torch.backends.cuda.cublas_workspace_size(3 * SIZE)
     multiply()
@@ -74,7 +74,7 @@ def test_a_larger_workspace_takes_the_place_of_a_smaller_one() -> None:
     assert workspaces() == 3
 
 
-def test_other_operators_take_none() -> None:
+def test_other_operators_take_none(workspaces: Callable[[], int]) -> None:
     ones = torch.ones(4, 4, device="cuda")
     (ones + ones).sum().item()
     assert workspaces() == 0
