@@ -35,7 +35,7 @@ export HYDRA_WERROR ?= OFF
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
 # The sources of the extension. The package's Python files are imported in place.
-SRC      := $(shell find csrc emulator/CMakeLists.txt emulator/sources.cmake CMakeLists.txt pyproject.toml -type f)
+SRC      := $(shell find csrc emulator/CMakeLists.txt emulator/sources.cmake cmake CMakeLists.txt pyproject.toml -type f)
 CPP      := $(shell find csrc emulator tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
 PARALLEL := -n $(WORKERS) --dist worksteal

@@ -20,7 +20,8 @@ set(HYDRA_EMULATED_TORCH_SOURCES
   emulator/torch/invocation.cpp emulator/torch/kernels.cpp emulator/torch/nccl_kernels.cpp emulator/torch/nccl_work.cpp
   emulator/torch/operands.cpp emulator/torch/operator_traits.cpp emulator/torch/operators.cpp
   emulator/torch/pinned_memory.cpp emulator/torch/process_group_nccl.cpp emulator/torch/random.cpp
-  emulator/torch/result_shapes.cpp emulator/torch/storages.cpp emulator/torch/stream_work.cpp)
+  emulator/torch/result_shapes.cpp emulator/torch/storages.cpp emulator/torch/stream_work.cpp
+  emulator/torch/workspaces.cpp)
 set(HYDRA_EMULATED_PYTHON_SOURCES
   emulator/python/collective_bindings.cpp emulator/python/device_bindings.cpp
   emulator/python/machine_bindings.cpp emulator/python/memory_bindings.cpp emulator/python/module.cpp)

@@ -10,12 +10,15 @@ namespace hydra {
 
 void BlockFills::begin(PagedBlock& block) { begin(block, {.bytes = block.place.bytes()}); }
 
-void BlockFills::begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room) {
+void BlockFills::begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room, std::int64_t refusals) {
   if (wanted.empty()) {
     return;
   }
   supply_.trim(room);
   for (const std::int32_t index : wanted) {
+    if (supply_.refusals() > refusals) {
+      return;  // the blocks are fetched when the next use begins, or when they are needed
+    }
     PagedBlock& block = table_.at(index);
     try {
       begin(block, {.bytes = block.place.bytes(), .room = room, .ahead = true});

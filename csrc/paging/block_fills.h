@@ -26,9 +26,11 @@ class BlockFills {
   /// Starts a fill unless one is under way or none is needed. Throws OutOfMemory, StateError once the table is closed,
   /// and the lane's error if it refuses the job.
   void begin(PagedBlock& block);
-  /// Makes room for the plan's wanted blocks, and starts their fills until no slot is left within `room`. Does nothing
-  /// without such blocks.
-  void begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room);
+  /// Makes room for the plan's wanted blocks, and starts their fills until no slot is left within `room`, or the device
+  /// has refused more than `refusals` slots. Does nothing without such blocks.
+  void begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room, std::int64_t refusals);
+  /// How many slots the device has refused. The count before a use begins is what begin_ahead() takes.
+  std::int64_t refusals() const noexcept { return supply_.refusals(); }
   /// Blocks until the block is present, and makes the calling thread's compute follow the fill and other compute's
   /// writes to the slot. Notes a use. Throws the fill's error; then the block is stale.
   void make_present(PagedBlock& block, AcquireReason reason);

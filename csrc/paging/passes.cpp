@@ -35,7 +35,7 @@ void Passes::begin(PassKind kind, int version) {
     trace_.begin(kind, version);
     planned = plan(lock);
   }
-  fills_.begin_ahead(planned.wanted, planned.room);
+  fills_.begin_ahead(planned.wanted, planned.room, fills_.refusals());
 }
 
 void Passes::end(bool completed) noexcept {
@@ -132,9 +132,10 @@ void Passes::arrive(std::int32_t index) {
     planned = plan(lock);
     ++block.pins;
   }
+  const std::int64_t refusals = fills_.refusals();
   try {
     fills_.begin(block);
-    fills_.begin_ahead(planned.wanted, planned.room);
+    fills_.begin_ahead(planned.wanted, planned.room, refusals);
     fills_.make_present(block, AcquireReason::kHook);
   } catch (...) {  // re-raised: a failed arrival pins nothing
     const Lock lock = table_.lock();

@@ -77,6 +77,7 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
         return allocate(demand.bytes);
       } catch (const OutOfMemory&) {
         refusal = std::current_exception();
+        ++refusals_;
       }
     }
     if (!demand.ahead && relief_.reliever && relief_.reliever()) {
@@ -92,7 +93,9 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
     }
     if (slot.memory != nullptr) {
       give_back(slot);
-      continue;
+      if (!demand.ahead || !refusal) {
+        continue;
+      }
     }
     if (!demand.ahead && (wait_for_movable() || (relief_.last_resort && relief_.last_resort()))) {
       continue;

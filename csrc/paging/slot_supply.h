@@ -9,6 +9,8 @@
 // bytes.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <utility>
@@ -51,8 +53,11 @@ class SlotSupply {
   SlotSupply& operator=(const SlotSupply&) = delete;
 
   /// Reserves a slot of exactly the demanded size. `wanted`: for messages. Throws OutOfMemory. On any error nothing is
-  /// reserved.
+  /// reserved. A reservation ahead asks the device for memory once.
   Slot reserve(const Demand& demand, const PagedBlock& wanted);
+  /// How often the device has refused memory within the ledger's limit. Each refusal may cost the device all memory
+  /// that it kept for later.
+  std::int64_t refusals() const noexcept { return refusals_.load(std::memory_order_relaxed); }
   /// Returns the slot to the device, in compute order.
   void give_back(const Slot& slot) noexcept;
   /// Evicts blocks that the plan does not want until all slots together take at most `room`.
@@ -82,6 +87,7 @@ class SlotSupply {
   BlockTable& table_;
   BlockContents& contents_;
   const Relief relief_;
+  std::atomic<std::int64_t> refusals_{0};
 };
 
 }  // namespace hydra

@@ -5,6 +5,7 @@
 #include "emulator/python/bindings.h"
 #include "emulator/torch/result_shapes.h"
 #include "emulator/torch/stream_work.h"
+#include "emulator/torch/workspaces.h"
 
 namespace emulated_cuda {
 
@@ -13,6 +14,8 @@ namespace {
 void start_again() {
   reset();
   forget_fault();
+  reset_workspace_bytes();
+  clear_workspaces();
 }
 
 void fail_call(const std::string& call, int error, int successes) {

@@ -11,6 +11,7 @@
 #include "emulator/python/bindings.h"
 #include "emulator/torch/pinned_memory.h"
 #include "emulator/torch/storages.h"
+#include "emulator/torch/workspaces.h"
 
 namespace emulated_cuda {
 
@@ -149,6 +150,10 @@ void bind_memory(pybind11::module_& module) {
   add(module, "enable_cache", [](bool enabled) { allocator::enable(enabled); });
   add(module, "cache_is_enabled", [] { return allocator::isEnabled(); });
   add(module, "allocator_name", [] { return allocator::name(); });
+  add(module, "clear_workspaces", &clear_workspaces);
+  add(module, "workspace_bytes", &workspace_bytes);
+  add(module, "set_workspace_bytes", &set_workspace_bytes);
+  add(module, "reset_workspace_bytes", &reset_workspace_bytes);
   add(module, "resize_storage", &resize);
 }
 

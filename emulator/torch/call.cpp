@@ -9,6 +9,7 @@
 
 #include "emulator/torch/storages.h"
 #include "emulator/torch/stream_work.h"
+#include "emulator/torch/workspaces.h"
 
 namespace emulated_cuda {
 
@@ -167,6 +168,9 @@ std::vector<c10::IValue> Call::finish() {
   const c10::cuda::CUDAGuard guard(device_);
   if (traits_.random) {
     invocation_->draw = draw_from(generator_, device_);
+  }
+  if (traits_.multiplies) {
+    take_workspace(device_);
   }
   const bool has_key = has_key_ && !traits_.waits_always;
   const auto shapes = has_key ? find_shapes(key_) : nullptr;

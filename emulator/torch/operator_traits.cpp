@@ -41,6 +41,16 @@ bool waits_always(const c10::OperatorHandle& op, const std::string& name) {
                      [](const c10::Argument& result) { return !is_tensor(result.type()); });
 }
 
+/// What calls the matrix library on a GPU.
+bool multiplies(const std::string& name) {
+  static const std::set<std::string> names{
+      "aten::mm",      "aten::addmm",    "aten::addmm_", "aten::_addmm_activation", "aten::bmm",
+      "aten::baddbmm", "aten::baddbmm_", "aten::addbmm", "aten::addbmm_",           "aten::addmv",
+      "aten::addmv_",  "aten::dot",      "aten::vdot",
+  };
+  return names.contains(name);
+}
+
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
@@ -61,6 +71,7 @@ std::unique_ptr<OperatorTraits> describe(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   traits->name = c10::toString(op.operator_name());
   traits->waits_always = waits_always(op, traits->name);
+  traits->multiplies = multiplies(op.operator_name().name);
   traits->random = op.hasTag(at::Tag::nondeterministic_seeded);
   traits->numbers_shape = true;
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {

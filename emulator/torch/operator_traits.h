@@ -20,6 +20,7 @@ struct OperatorTraits {
   std::string name;                  // with the overload
   bool waits_always = false;         // the results' shapes depend on data, or a result is no tensor
   bool random = false;               // draws from a generator
+  bool multiplies = false;           // takes the matrix library's workspace
   bool numbers_shape = false;        // no tensor but the written ones: floating-point arguments decide shapes
   int generator = -1;                // the argument that is a generator
   int device = -1;                   // the argument that is a device

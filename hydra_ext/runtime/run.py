@@ -561,12 +561,14 @@ class Run:
             if self.fit is not None and not self.meter.inside:
                 self.fit.pass_fails()
             return
-        self._place.backward_ended()
-        if self.fit is not None and not self.meter.inside and not self.core.gate.in_backward:
+        is_outermost = not self.core.gate.in_backward
+        if is_outermost:
+            self._place.backward_ended()
+        if self.fit is not None and not self.meter.inside and is_outermost:
             self.fit.backward_ended()
         if accumulated:
             self._checkpoint.gradients_used = False
-        if self.replicas is not None and self._averages and accumulated and not self.core.gate.in_backward:
+        if self.replicas is not None and self._averages and accumulated and is_outermost:
             with self._averaging(IN_BACKWARD) as averaging:
                 if averaging is not None:
                     averaging.complete()

@@ -9,7 +9,7 @@ import torch
 from support.gpu import require_gpu
 
 # Read by the matrix library when it starts, so before the first test touches the device.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -109,6 +109,49 @@ def test_memory_that_blocks_hold_is_found_from_another_stream() -> None:
         assert total == budget // 2
 
 
+def test_an_allocation_above_the_budget_throws_nothing_out() -> None:
+    budget = 128 * MIB
+    model = Spread(layers=20)
+    with offloaded(model, None, budget=budget) as run, torch.no_grad():
+        model(torch.randn(8, 1024))
+        held, asked = run.core.pager.resident_bytes, torch.cuda.memory_stats()
+        assert held > budget // 2
+        with pytest.raises(torch.OutOfMemoryError, match=r"more than the budget .*other tensors .* unused"):
+            torch.empty(budget + 1, dtype=torch.uint8, device="cuda")
+        now = torch.cuda.memory_stats()
+        assert (run.report().evictions, run.core.pager.resident_bytes) == (0, held)
+        for figure in ("num_alloc_retries", "num_ooms"):
+            assert now[figure] == asked[figure], figure
+        largest = torch.empty(budget - 8 * MIB, dtype=torch.uint8, device="cuda")  # may fit, and so makes room
+        assert run.report().spills > 0
+        del largest
+        model(torch.randn(8, 1024))
+
+
+def test_a_use_asks_for_memory_ahead_until_it_is_refused() -> None:
+    """Memory that the plan counts on is in use. Each refusal costs torch's cache, so each use of a block has one."""
+    budget = 96 * MIB
+    wide = [nn.Linear(1024, 2048) if at % 2 == 0 else nn.Linear(2048, 1024) for at in range(6)]
+    narrow = [nn.Linear(1024, 256) if at % 2 == 0 else nn.Linear(256, 1024) for at in range(24)]
+    layers = [*wide, *narrow]
+    model = nn.Sequential(*layers)
+    refused: list[int] = []
+    with hydra_ext.offload(model, None, budget=budget, device="cuda", blocks=layers, activations=None) as run:
+        with torch.no_grad():
+            model(torch.randn(8, 1024))
+            model(torch.randn(8, 1024))
+            for layer in layers:
+                layer.register_forward_pre_hook(
+                    lambda *_: refused.append(torch.cuda.memory_stats()["num_alloc_retries"])
+                )
+            beside = torch.empty(70 * MIB, dtype=torch.uint8, device="cuda")
+            model(torch.randn(8, 1024))
+        assert run.report().loads == 2 * len(layers)
+        del beside
+    of_uses = [after - before for before, after in itertools.pairwise(refused)]
+    assert max(of_uses) == 1, of_uses
+
+
 def test_the_users_peak_spans_the_run() -> None:
     model = nn.Linear(1024, 1024)
     with offloaded(model, None, budget=96 * MIB), torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hydra_ext import optim
-from support.gpu import offloaded
+from support.gpu import jitter, offloaded, sleepy
 
 MIB = 2**20
 STEPS = 6
@@ -101,3 +101,49 @@ def test_blocks_leave_the_gpu_for_activations_that_grow() -> None:
         assert torch.equal(a, b)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 9))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_homes_wait_for_what_the_gpu_still_does(name: str, seed: int) -> None:
+    """Compute and lanes are late at random. Each gradient is summed of two, read, and dropped now and then."""
+    plain, model = stack(torch.float32), stack(torch.float32)
+    theirs, ours = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](model.parameters())
+    batches = torch.randn(STEPS, 2, 32, 1024)
+    on_gpu = copy.deepcopy(plain).cuda()
+    expected, seen = [], []
+    for step, batch in enumerate(batches):
+        with torch.no_grad():
+            for host, device in zip(plain.parameters(), on_gpu.parameters(), strict=True):
+                device.copy_(host)
+        for part in batch:
+            loss = on_gpu(part.cuda()).pow(2).mean()
+            loss.backward()
+            expected.append(loss.detach().cpu())
+        for host, device in zip(plain.parameters(), on_gpu.parameters(), strict=True):
+            host.grad, device.grad = device.grad.cpu(), None  # type: ignore[union-attr]
+        expected.append(optim.clip_grad_norm_(plain.parameters(), 1e-2))
+        if step % 3 != 2:
+            theirs.step()
+        theirs.zero_grad()
+    sleepy(model, seed)
+    with offloaded(model, ours, budget=1024 * MIB) as run, jitter(run, seed):
+        for step, batch in enumerate(batches):
+            for part in batch:
+                loss = model(part).pow(2).mean()
+                loss.backward()
+                seen.append(loss.detach().cpu())
+            seen.append(optim.clip_grad_norm_(model.parameters(), 1e-2))
+            if step % 3 != 2:
+                ours.step()
+            ours.zero_grad()
+        assert run.core.homes.statistics.settled > 0
+    for at, (a, b) in enumerate(zip(seen, expected, strict=True)):
+        assert torch.equal(a, b), f"value {at}: {a.item()} and {b.item()}"
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in ours.state[a].items():
+            assert torch.equal(value, theirs.state[b][key]), key

@@ -12,6 +12,7 @@ namespace hydra {
 void bind_values(py::module_& module) {
   py::class_<GradientStatistics>(module, "GradientStatistics")
       .def_readonly("bytes", &GradientStatistics::bytes)
+      .def_readonly("leaving", &GradientStatistics::leaving)
       .def_readonly("gradients", &GradientStatistics::gradients)
       .def_readonly("synchronous", &GradientStatistics::synchronous)
       .def_readonly("wait_seconds", &GradientStatistics::wait_seconds);

@@ -196,7 +196,8 @@ class RelievingAllocator final : public ForwardingAllocator {
       return allocate();  // which raises torch's own error
     }
     const auto lock = relieving ? std::shared_lock<std::shared_mutex>() : shared_lock();
-    if (budget(device) == 0) {
+    const Bytes limit = budget(device);
+    if (limit == 0) {
       return allocate();
     }
     const Bytes bytes = round_up(static_cast<Bytes>(size), kUnit);
@@ -205,7 +206,9 @@ class RelievingAllocator final : public ForwardingAllocator {
       measure(device);
       return memory;
     }
-    while (stats(device).allocated_bytes[kAll].current + bytes > budget(device) && make_room(device)) {
+    TORCH_CHECK_WITH(OutOfMemoryError, CudaSlots::rounded(bytes) <= limit, kOutOfMemory, human_bytes(bytes),
+                     " asked at once, more than the budget of ", human_bytes(limit), ". ", explanation(device));
+    while (stats(device).allocated_bytes[kAll].current + bytes > limit && make_room(device)) {
     }
     for (;;) {
       std::string refusal;
@@ -218,7 +221,7 @@ class RelievingAllocator final : public ForwardingAllocator {
       }
       note_refusal(device, bytes);
       if (!make_room_for(device, bytes)) {
-        TORCH_CHECK_WITH(OutOfMemoryError, false, kOutOfMemory, explanation(device), " torch: ", refusal);
+        TORCH_CHECK_WITH(OutOfMemoryError, false, kOutOfMemory, kNothingMore, explanation(device), " torch: ", refusal);
       }
     }
   }

@@ -3,7 +3,8 @@
 // The first run puts an allocator in front of torch's own, for good. It passes every call on. While a run serves a
 // device, an allocation there asks the run for room until it fits into the budgets, then asks torch. If torch refuses,
 // because free memory lies in pieces or on another stream, it evicts as much again and retries. torch releases its
-// cache at each refusal. If no run can make more room, the caller gets torch's error, with what the runs hold.
+// cache at each refusal. If no run can make more room, the caller gets torch's error, with what the runs hold. For an
+// allocation above the budgets no room is made: it fails at once, with the same text.
 //
 // All this happens outside the locks of torch's allocator. A call may block, and releases the interpreter lock for it.
 // Allocations of slots are exempt, since the pager makes room for them itself, and so are those under graph capture.

@@ -26,7 +26,7 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 // ---- transfers under way --------------------------------------------------------------------------------------------
 void LeavingGradients::add(TicketPtr ticket, HostParameter& parameter, bool first) {
   const std::lock_guard lock(mutex_);
-  bytes_ += ticket->bytes();
+  statistics_.leaving += ticket->bytes();
   leaving_.push_back({std::move(ticket), &parameter, first});
 }
 
@@ -39,7 +39,7 @@ void LeavingGradients::count(Bytes bytes, bool synchronous) {
 
 Bytes LeavingGradients::bytes() const {
   const std::lock_guard lock(mutex_);
-  return bytes_;
+  return statistics_.leaving;
 }
 
 bool LeavingGradients::has_any_of(const std::vector<HostParameter*>& parameters) const {
@@ -76,7 +76,7 @@ bool LeavingGradients::wait_for_oldest() {
     return true;  // another thread waited for it too and has removed it
   }
   leaving_.pop_front();
-  bytes_ -= oldest.ticket->bytes();
+  statistics_.leaving -= oldest.ticket->bytes();
   if (std::exception_ptr error = oldest.ticket->error()) {
     error_ = error_ ? error_ : error;
     if (oldest.first) {

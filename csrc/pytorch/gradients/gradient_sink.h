@@ -37,7 +37,8 @@ class GradientSink {
 };
 
 struct GradientStatistics {
-  Bytes bytes = 0;  // as they crossed the lane
+  Bytes bytes = 0;    // as they crossed the lane
+  Bytes leaving = 0;  // of transfers that were not waited for yet
   std::int64_t gradients = 0;
   std::int64_t synchronous = 0;  // took the slow way: sparse, strided, or with a graph of their own
   double wait_seconds = 0.0;
@@ -73,7 +74,6 @@ class LeavingGradients final {
   DeviceBackend& backend_;
   mutable std::mutex mutex_;
   std::deque<Leaving> leaving_;
-  Bytes bytes_ = 0;
   std::exception_ptr error_;
   GradientStatistics statistics_;
 };

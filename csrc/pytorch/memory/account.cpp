@@ -34,7 +34,7 @@ void Account::charge(MemoryClass cls, Bytes bytes) {
     }
     TORCH_CHECK_WITH(OutOfMemoryError, false, kOutOfMemory, human_bytes(bytes), " asked, ",
                      human_bytes(ledger_.in_use()), " of the budget of ", human_bytes(ledger_.limit()),
-                     " in use: this moment needs ", human_bytes(ledger_.in_use() + bytes), ". ",
+                     " in use: this moment needs ", human_bytes(ledger_.in_use() + bytes), ". ", kNothingMore,
                      explain ? explain() : std::string());
   }
 }

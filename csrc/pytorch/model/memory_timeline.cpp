@@ -64,8 +64,7 @@ std::string MemoryTimeline::explain() const {
   const char* pass = pass_ == PassKind::kBackward ? "backward" : "forward";
   return "While running " + std::string(pass) +
          (block < 0 ? std::string() : " of block '" + blocks_.name(block) + "'") + ", the device held " +
-         memory_.describe() + "; in slots: " + pager_.describe_residents() +
-         ". Nothing more can leave the device. Raise the budget; " + remedies_ + "." +
+         memory_.describe() + "; in slots: " + pager_.describe_residents() + ". Raise the budget; " + remedies_ + "." +
          (obstacle.empty() ? obstacle : " " + obstacle + ".");
 }
 

@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <exception>
 #include <utility>
@@ -15,6 +16,8 @@ namespace py = pybind11;
 namespace hydra {
 
 namespace {
+
+constexpr int kNoGraphTask = -1;  // as torch says it
 
 /// Frees the graph of a failed backward. When a node fails, torch leaves the other ready nodes in its thread's queue,
 /// and keeps their part of the graph alive until the thread's next backward. The memory that remains may not even let
@@ -38,12 +41,15 @@ void ModelWindow::enter(WindowToken& token, PassKind kind) {
   HYDRA_EXPECT(!gate.closed(), StateError, "the offload context of this model has ended");
   const auto held = gate.hold();
   const bool backward = kind == PassKind::kBackward;
+  const bool inner =
+      backward && gate.swap().in_backward() && torch::autograd::get_current_graph_task_id() != kNoGraphTask;
   const Window::Depths before = gate.swap().enter(backward);
   token = {.entered = true,
            .thread = std::this_thread::get_id(),
            .thread_depth = before.thread,
            .charge = exchange_thread_charge({.account = model_.memory().charged()}),
            .kind = kind,
+           .inner = inner,
            .graph = {}};
   if (backward && before.thread > 0 && !before.in_backward) {
     token.gradients = model_.gradients().sink().statistics().gradients;
@@ -161,7 +167,7 @@ void ModelWindow::exit(WindowToken& token, bool failed) {
   try {
     if (last) {
       close_window(failed);
-    } else if (backward && !failed && (token.thread_depth == 0 || token.gradients)) {
+    } else if (backward && !failed && ((token.thread_depth == 0 && !token.inner) || token.gradients)) {
       const py::gil_scoped_release released;
       model_.gradients().collect_assigned();
       sink.drain();  // another thread is still inside, but this thread's gradients have to be complete

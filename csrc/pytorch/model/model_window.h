@@ -29,7 +29,8 @@ struct WindowToken {
   std::int64_t thread_depth = 0;
   ThreadCharge charge;  // the thread's charge before
   PassKind kind = PassKind::kForward;
-  std::weak_ptr<const void> graph{};        // lives as long as the graph of the forward's outputs
+  bool inner = false;                 // a backward inside a node of another one, perhaps on a thread of autograd's
+  std::weak_ptr<const void> graph{};  // lives as long as the graph of the forward's outputs
   std::optional<std::int64_t> gradients{};  // the count before a backward inside the model's own forward
 };
 

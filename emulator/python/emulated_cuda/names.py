@@ -185,6 +185,10 @@ def _memory_names() -> dict[str, Any]:
         "_cuda_cudaCachingAllocator_enable": _machine.enable_cache,
         "_cuda_cudaCachingAllocator_is_enabled": _machine.cache_is_enabled,
         "_cuda_getAllocatorBackend": _machine.allocator_name,
+        "_cuda_clearCublasWorkspaces": _machine.clear_workspaces,
+        "_cuda_getCublasWorkspaceSize": _machine.workspace_bytes,
+        "_cuda_setCublasWorkspaceSize": _machine.set_workspace_bytes,
+        "_cuda_resetCublasWorkspaceSize": _machine.reset_workspace_bytes,
     }
 
 

@@ -314,6 +314,16 @@ class Round(Generic[Result]):
         core.rounds.stay_in([], _C.PassKind.BACKWARD)
 
 
+def release_workspaces(device: torch.device) -> None:
+    """Frees the matrix library's workspaces, of which torch keeps one on a GPU for each thread that has multiplied.
+
+    A thread that ends leaves its workspace to a later one, so after a round there are as many as it had microbatches.
+    None is freed while a model is inside a pass: its threads may be about to use theirs.
+    """
+    if device.type == "cuda" and not any(known.core.gate.open for known in engine.participants()):
+        torch._C._cuda_clearCublasWorkspaces()  # private, but torch's notes on CUDA name it
+
+
 class _Unheard:
     """Ignores a repetition's accesses to modules."""
 

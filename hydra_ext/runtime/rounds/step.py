@@ -17,7 +17,15 @@ from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.runtime.averaging import Averaging, StepAgain
 from hydra_ext.runtime.rounds.choice import Chooser, Decision
-from hydra_ext.runtime.rounds.executor import Known, OutOfOrder, Refused, Round, RoundOwner, SharesGraph
+from hydra_ext.runtime.rounds.executor import (
+    Known,
+    OutOfOrder,
+    Refused,
+    Round,
+    RoundOwner,
+    SharesGraph,
+    release_workspaces,
+)
 from hydra_ext.runtime.rounds.graphs import other_leaves
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.microbatch import Outcome, Work, take_root
@@ -330,10 +338,14 @@ class Stepper:
             known=self._known,
             last_piece=lambda: undo.last_piece(buffers=not self._backward_known),
         )
+        release_workspaces(owner.device)  # so that what is held has one for each microbatch's thread
         before = owner.activation_bytes()
         try:
-            outcomes = this.forward()
-            held = owner.activation_bytes() - before
+            try:
+                outcomes = this.forward()
+                held = owner.activation_bytes() - before
+            finally:
+                release_workspaces(owner.device)
             if not this.repeats() or this.learn(undo.forward_ended(owner)):
                 return None
             overwritten = self._overwritten(decision)

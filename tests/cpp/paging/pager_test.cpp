@@ -342,6 +342,27 @@ TEST_P(PagerTest, SurvivesARefusedSlot) {
   visit(0);
 }
 
+TEST_P(PagerTest, AsksForMemoryAheadUntilItIsRefusedAndAgainAtTheNextUse) {
+  make(6, 4 * kBlock);
+  step(6);
+  while (pager_->evict_one()) {
+  }
+  pager_->acquire(5, AcquireReason::kFault);  // has a slot that the plan wants for others
+  pager_->release(5, AcquireReason::kFault);
+  const std::int64_t asked = faults_->count(Operation::kSlot);
+  faults_->fail(Operation::kSlot, 1, true);
+  pager_->passes().begin(PassKind::kForward);
+  EXPECT_EQ(faults_->count(Operation::kSlot), asked + 1);
+  EXPECT_EQ(pager_->state(5), BlockState::kAbsent) << "its slot went to a block that the plan wants";
+  visit(0);
+  EXPECT_EQ(faults_->count(Operation::kSlot), asked + 2);
+  faults_->reset();
+  for (std::int32_t block = 1; block < 6; ++block) {
+    visit(block);
+  }
+  pager_->passes().end(true);
+}
+
 TEST_P(PagerTest, ForgetsNothingWhenTheOrderChangesEveryStep) {
   make(5, 3 * kBlock);
   std::vector<std::int32_t> order = {0, 1, 2, 3, 4};

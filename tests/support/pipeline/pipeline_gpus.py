@@ -32,7 +32,7 @@ WIDTH = 96
 
 def prepare(rank: int, seed: int | None) -> None:
     """Prepares a rank. With a seed, operations of an emulated GPU are late at random."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     torch.use_deterministic_algorithms(True)
     if seed is not None and "emulated_cuda" in sys.modules:
         import emulated_cuda
