@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/base/errors.h"
+#include "csrc/base/host_work.h"
 
 namespace hydra {
 namespace {
@@ -122,7 +123,7 @@ void* HostArena::allocate(Bytes bytes) {
                "host arena: asked for " + human_bytes(bytes) + " with " + human_bytes(mapped_bytes()) +
                    " already mapped: " + std::generic_category().message(reason) +
                    "; free host memory, raise the limit on address space (ulimit -v), or keep blocks on disk");
-  if (mapped >= kLarge) {
+  if (mapped >= kLarge && !host_work_taken(mapped)) {
     touch_in_parallel(mapping.begin(), mapped);
   }
   {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "csrc/base/host_work.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/parameters/withheld.h"
 #include "csrc/pytorch/threads/gil.h"
@@ -211,7 +212,10 @@ void AccumulatingSink::add_home(HostParameter& parameter, const at::Tensor& grad
       auto* const to = static_cast<std::byte*>(sum.mutable_data_ptr()) + begin * static_cast<Bytes>(sum.itemsize());
       at::Tensor part = at::from_blob(to, {length}, flat.dtype(sum.scalar_type()));
       const at::Tensor landed = at::from_blob(piece->data(), {length}, flat.dtype(gradient.scalar_type()));
-      if (first) {
+      const auto moved = static_cast<Bytes>(landed.nbytes() + (first ? 1 : 2) * part.nbytes());
+      if (host_work_taken(moved)) {
+        // An emulation accounts for it.
+      } else if (first) {
         part.copy_(landed);
       } else {
         part.add_(landed.scalar_type() == part.scalar_type() ? landed : landed.to(part.scalar_type()));
