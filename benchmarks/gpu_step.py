@@ -41,7 +41,7 @@ import hydra_ext
 SEQUENCE = 4096
 MAX_NORM = 1.0
 _HEAD_OF_PLAN = 6  # lines
-WARM_UP, EMULATED_WARM_UP = 3, 12  # steps; in those of an emulation the run has also tried its plans
+WARM_UP, EMULATED_WARM_UP = 3, 18  # steps; in those of an emulation the run has also tried its plans
 
 
 @dataclass(frozen=True)

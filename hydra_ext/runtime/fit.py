@@ -187,6 +187,7 @@ class Fit:
         self.heads = heads
         owner.core.arrivals.timeline.advise(_REMEDIES)
         self._saving = saving
+        self._stalls = owner.core.memory.backend.stalls  # of a GPU
         self._sizes = Sizes(owner, saving, spilling)
         self._steps = self._sizes.steps_of(StepSize(looped=True, bits=0))
         self._kind = _LOOP
@@ -251,7 +252,11 @@ class Fit:
             else:
                 setbacks.frugal_steps += 1
             setbacks.failures = 0
-        self._began = self._clocks() if self._steps.rung is Rung.PLANNED else None
+        self._began = None
+        if self._steps.rung is Rung.PLANNED:
+            if self._stalls is not None:
+                self._stalls.start()
+            self._began = self._clocks()
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
@@ -309,25 +314,34 @@ class Fit:
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:
-        """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
+        """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays.
+
+        If compute takes half as long again as foreseen, or two thirds, those plans were made for another machine:
+        others are made at once.
+        """
         trials = self._steps.trials.get(self._kind)
         if self._began is None or trials is None:
             return
         setbacks = self._steps.setbacks
         setbacks.failures = setbacks.rescues = setbacks.futile = 0
         took = self._clocks().since(self._began)
+        if self._stalls is not None:
+            self._stalls.stop()
         refused = [] if trials.has_begun else self._refused(trials.planned)
         if refused:
             self.planner.refuse(refused)
             self._steps.trials.clear()
             return
-        if not trials.note(took):
+        planned = trials.planned
+        all_timed = trials.note(took)
+        if not all_timed and not (planned in trials.seconds and planned.is_far_off(took)):
             self._watch(took.seconds, trials.usual)
             return
         if trials.replans == _REPLANS:
             return
         self.planner.update_seconds = trials.update_seconds
-        if self.planner.learn(trials.planned, trials.seconds[trials.planned]):
+        judged = trials.planned if all_timed else planned
+        if self.planner.learn(judged, trials.seconds[judged]):
             trials.replans += 1
             trials.try_also(self._plans())
 
@@ -351,9 +365,9 @@ class Fit:
     def _clocks(self) -> StepSeconds:
         from hydra_ext.runtime.step_planner import StepSeconds
 
-        on_gpu = self._owner.device.type == "cuda"
-        computed = None if on_gpu else compute_seconds()
-        return StepSeconds(time.perf_counter(), computed, self._owner.core.update.seconds)
+        now, stalls = time.perf_counter(), self._stalls
+        computed = compute_seconds() if stalls is None else now - stalls.seconds(0, stalls.count)
+        return StepSeconds(now, computed, self._owner.core.update.seconds)
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 

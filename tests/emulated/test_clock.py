@@ -105,6 +105,14 @@ def test_attention_is_one_kernel(causal: bool, products: float) -> None:
     assert busy("processors") - begin >= 3.5 * forward
 
 
+def test_a_digest_reads_its_tensor_once() -> None:
+    tensor = on_device(2**14, 2**14)
+    begin, launched = busy("processors"), emulated_cuda.calls("cudaLaunchKernel")
+    _C.reduced_by_place(tensor)
+    assert emulated_cuda.calls("cudaLaunchKernel") - launched <= 2  # and one makes the sum zero
+    assert busy("processors") - begin <= 2 * tensor.nbytes / 1e12
+
+
 def test_numbers_that_come_to_the_host_are_zeros() -> None:
     assert on_device(7).sum().item() == 0.0
     assert on_device(3, dtype=torch.float32).cpu().tolist() == [0.0, 0.0, 0.0]
