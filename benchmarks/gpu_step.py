@@ -372,6 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", choices=SUBJECTS, default="hydra")
     parser.add_argument("--model", choices=SIZES, default="4b")
+    parser.add_argument("--layers", type=int, help="fewer than the model has, for a cell that would take too long")
     parser.add_argument("--tokens", type=int, default=8192, help="in one step")
     parser.add_argument("--budget", help="device memory, such as 24GiB; all of it unless given")
     parser.add_argument("--device", choices=("cuda", "simulated"), default="cuda")
@@ -385,6 +386,7 @@ def main(argv: list[str] | None = None) -> int:
             "this cell needs a GPU, and torch finds none; --subject hydra --device simulated --model tiny needs none"
         )
     size = SIZES[options.model]
+    size = replace(size, layers=options.layers or size.layers)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     where = f"EMULATION of {options.emulated}" if options.emulated else where
     print(f"{' '.join(sys.argv)}\n{where}, torch {torch.__version__}, hydra_ext {hydra_ext.__version__}")

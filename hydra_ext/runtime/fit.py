@@ -187,7 +187,6 @@ class Fit:
         self.heads = heads
         owner.core.arrivals.timeline.advise(_REMEDIES)
         self._saving = saving
-        self._stalls = owner.core.memory.backend.stalls  # of a GPU
         self._sizes = Sizes(owner, saving, spilling)
         self._steps = self._sizes.steps_of(StepSize(looped=True, bits=0))
         self._kind = _LOOP
@@ -203,6 +202,11 @@ class Fit:
     def planner(self) -> StepPlanner:
         """Of steps as they are now."""
         return self._steps.planner
+
+    @property
+    def _stalls(self) -> _C.StallLog | None:
+        """Of a GPU's compute."""
+        return self._owner.core.memory.backend.stalls
 
     def _turn_to(self, size: StepSize) -> None:
         steps = self._sizes.steps_of(size)
@@ -334,7 +338,8 @@ class Fit:
             return
         planned = trials.planned
         all_timed = trials.note(took)
-        if not all_timed and not (planned in trials.seconds and planned.is_far_off(took)):
+        is_far_off = planned in trials.seconds and trials.usual is None and planned.is_far_off(took)
+        if not all_timed and not (is_far_off and trials.replans < _REPLANS):
             self._watch(took.seconds, trials.usual)
             return
         if trials.replans == _REPLANS:

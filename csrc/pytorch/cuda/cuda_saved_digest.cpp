@@ -2,7 +2,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "csrc/base/cuda_place_sum.h"
+#include "csrc/pytorch/cuda/cuda_place_sum.h"
 #include "csrc/pytorch/stash/saved_digest.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 

@@ -1,5 +1,5 @@
-#include "csrc/base/cuda_place_sum.h"
 #include "csrc/base/place_sum.h"
+#include "csrc/pytorch/cuda/cuda_place_sum.h"
 
 namespace hydra {
 
