@@ -164,7 +164,7 @@ def run_hydra(
         after = run.report()
         amounts = Amounts.of(model, tokens, before, after, steps)
         if machine is not None and interval is not None:
-            foreseen = str(run.plan()).splitlines()[:_HEAD_OF_PLAN]
+            foreseen = _foreseen(run)
             bound = _emulated_bound(amounts, tokens, machine, interval, statistics.median(seconds))
             remarks = "\n".join([bound, "the plan:", *foreseen, str(after)])
         else:
@@ -172,6 +172,13 @@ def run_hydra(
         if after.refusals or after.fallbacks:
             sys.exit(f"the microbatches were not run in rounds:\n{after}")
         return Cell(seconds, after.peak_bytes, remarks)
+
+
+def _foreseen(run: hydra_ext.Run) -> list[str]:
+    try:
+        return str(run.plan()).splitlines()[:_HEAD_OF_PLAN]
+    except hydra_ext.StateError as error:  # no plan has fitted, or those that did have failed
+        return [str(error)]
 
 
 def run_plain(size: Size, tokens: int, budget: str | None, _device: str, steps: int) -> Cell:

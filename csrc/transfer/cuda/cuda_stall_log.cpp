@@ -9,7 +9,7 @@ namespace hydra {
 
 namespace {
 
-constexpr std::size_t kMost = 1 << 18;  // of a log that nobody stops
+constexpr std::size_t kMost = 1 << 18;  // of a log that is not stopped
 
 }  // namespace
 
