@@ -37,6 +37,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydra_ext
+from hydra_ext.errors import StateError
 
 SEQUENCE = 4096
 MAX_NORM = 1.0
@@ -177,7 +178,7 @@ def run_hydra(
 def _foreseen(run: hydra_ext.Run) -> list[str]:
     try:
         return str(run.plan()).splitlines()[:_HEAD_OF_PLAN]
-    except hydra_ext.StateError as error:  # no plan has fitted, or those that did have failed
+    except StateError as error:  # no plan has fitted, or those that did have failed
         return [str(error)]
 
 
