@@ -157,6 +157,7 @@ def run_hydra(
             run.step(data, loss, max_norm=MAX_NORM)
 
         measured(step, 0, warm_up=WARM_UP if machine is None else EMULATED_WARM_UP)
+        run.sync()  # else the update of the step before counts, too
         before = run.report()
         watch = None if machine is None else emulation.Watch()
         seconds = measured(step, steps, warm_up=0)
