@@ -54,7 +54,7 @@ NVCC     := $(shell command -v nvcc)
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda \
-        emulated emulated-test emulated-test-full gpu-test gpu-bench mutants \
+        emulated emulated-bench emulated-test emulated-test-full gpu-test gpu-bench mutants \
         stubs stubs-check docs wheel wheel-test other-key clean FORCE
 all: $(BUILD)/.built ## build, and install into $(VENV), editable: Python files are used in place
 
@@ -180,6 +180,11 @@ emulated-test: emulated $(VENV)/.deps-test ## a sample of the tests of the emula
 
 emulated-test-full: ## every test on the emulated machine
 	$(MAKE) emulated-test SAMPLE=
+
+emulated-bench: emulated ## steps on an emulated card under a virtual clock; CELL='--emulated h100-pcie5 --model 4b --tokens 8192 --budget 24GiB'
+	$(call venv_beside,build/emulated-venv)
+	cd benchmarks && PYTHONPATH=../$(BUILD)/emulated ../build/emulated-venv/bin/python gpu_step.py \
+	  $(or $(CELL),--emulated h100-pcie5 --model tiny --tokens 256 --budget 64MiB)
 
 # Continues an earlier run: results stay valid until their files change. MUTANTS has further options.
 COUNT ?= 200

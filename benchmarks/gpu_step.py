@@ -12,6 +12,12 @@ where compute is 6 operations a weight and token (8 where it recomputes) at the 
 link's parts are the bytes counted over the rate of one large pinned copy, and the optimizer's is what its bytes take at
 the rate of a large copy in host memory. Weights are random. One cell a command: each is to end within ten minutes.
 ``--model tiny --device simulated`` shows on any machine that it runs.
+
+    --emulated h100-pcie5     on any machine: the real CUDA path on an emulated card, with a virtual clock
+
+Under the clock nothing is computed: kernels, copies and the host's optimizer take what published figures say, named in
+emulation.py, and the host's program what it really takes here. The share of the bound has the same formula, once with
+compute as above, and once with compute as the sum of the kernels' times, attention and all.
 """
 
 from __future__ import annotations
@@ -22,17 +28,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import emulation  # before torch: with --emulated it brings a CUDA machine of its own
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydra_ext
+from hydra_ext.errors import StateError
 
 SEQUENCE = 4096
 MAX_NORM = 1.0
+_HEAD_OF_PLAN = 6  # lines
+WARM_UP, EMULATED_WARM_UP = 3, 18  # steps; in those of an emulation the run has also tried its plans
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,8 @@ SIZES = {
 }
 
 
-def make_model(size: Size, dtype: torch.dtype) -> nn.Module:
-    """Random weights, drawn once and repeated: drawing billions takes minutes."""
+def make_model(size: Size, dtype: torch.dtype, *, filled: bool = True) -> nn.Module:
+    """Random weights, drawn once and repeated, as drawing billions takes minutes; or unfilled, with no page touched."""
     config = LlamaConfig(
         hidden_size=size.width, num_hidden_layers=size.layers, intermediate_size=size.hidden,
         num_attention_heads=size.heads, num_key_value_heads=max(1, size.heads // 4), vocab_size=size.vocabulary,
@@ -61,12 +71,12 @@ def make_model(size: Size, dtype: torch.dtype) -> nn.Module:
     )  # fmt: skip
     torch.set_default_dtype(dtype)
     try:
-        return _without_drawing(config)
+        return _without_drawing(config, filled=filled)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _without_drawing(config: LlamaConfig) -> nn.Module:
+def _without_drawing(config: LlamaConfig, *, filled: bool) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
     rotary = [module for module in model.modules() if hasattr(module, "inv_freq")]
@@ -75,6 +85,13 @@ def _without_drawing(config: LlamaConfig) -> nn.Module:
     for module in rotary:
         fresh = kinds[id(module)](config)
         module.inv_freq.copy_(fresh.inv_freq)
+    if filled:
+        _fill(model)
+    model.tie_weights()
+    return model
+
+
+def _fill(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(2**20, generator=generator).mul_(0.02).to(torch.get_default_dtype())
     with torch.no_grad():
@@ -86,8 +103,6 @@ def _without_drawing(config: LlamaConfig) -> nn.Module:
             for begin in range(0, flat.numel(), drawn.numel()):
                 part = flat[begin : begin + drawn.numel()]
                 part.copy_(drawn[: part.numel()])
-    model.tie_weights()
-    return model
 
 
 def batches(size: Size, tokens: int) -> list[torch.Tensor]:
@@ -106,25 +121,29 @@ class Cell:
     remarks: str = ""
 
 
-def measured(step: Callable[[], None], steps: int, *, warm_up: int = 3) -> list[float]:
+def measured(step: Callable[[], None], steps: int, *, warm_up: int = WARM_UP) -> list[float]:
     for _ in range(warm_up):
         step()
     seconds = []
     for _ in range(steps):
-        start = time.perf_counter()
+        start = emulation.seconds()
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(emulation.seconds() - start)
     return seconds
 
 
 # ---- subjects -------------------------------------------------------------------------------------------------------
 
 
-def run_hydra(size: Size, tokens: int, budget: str | None, device: str, steps: int) -> Cell:
-    model = make_model(size, torch.bfloat16)
+def run_hydra(
+    size: Size, tokens: int, budget: str | None, device: str, steps: int, machine: emulation.Machine | None = None
+) -> Cell:
+    model = make_model(size, torch.bfloat16, filled=machine is None)
     optimizer = hydra_ext.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01)
+    if machine is not None:
+        emulation.give_state(optimizer)
     data = batches(size, tokens)
     limit = budget or f"{_all_memory()}B"
     with hydra_ext.offload(model, optimizer, budget=limit, device=device) as run:
@@ -137,15 +156,31 @@ def run_hydra(size: Size, tokens: int, budget: str | None, device: str, steps: i
         def step() -> None:
             run.step(data, loss, max_norm=MAX_NORM)
 
-        measured(step, 0)
+        measured(step, 0, warm_up=WARM_UP if machine is None else EMULATED_WARM_UP)
+        run.sync()  # else the update of the step before counts, too
         before = run.report()
+        watch = None if machine is None else emulation.Watch()
         seconds = measured(step, steps, warm_up=0)
+        interval = None if watch is None else watch.since(steps)
         run.sync()
         after = run.report()
-        remarks = f"{_bound(model, tokens, before, after, seconds, device)}\n{after}"
+        amounts = Amounts.of(model, tokens, before, after, steps)
+        if machine is not None and interval is not None:
+            foreseen = _foreseen(run)
+            bound = _emulated_bound(amounts, tokens, machine, interval, statistics.median(seconds))
+            remarks = "\n".join([bound, "the plan:", *foreseen, str(after)])
+        else:
+            remarks = f"{_bound(amounts, statistics.median(seconds), device)}\n{after}"
         if after.refusals or after.fallbacks:
             sys.exit(f"the microbatches were not run in rounds:\n{after}")
         return Cell(seconds, after.peak_bytes, remarks)
+
+
+def _foreseen(run: hydra_ext.Run) -> list[str]:
+    try:
+        return str(run.plan()).splitlines()[:_HEAD_OF_PLAN]
+    except StateError as error:  # no plan has fitted, or those that did have failed
+        return [str(error)]
 
 
 def run_plain(size: Size, tokens: int, budget: str | None, _device: str, steps: int) -> Cell:
@@ -211,22 +246,93 @@ def _all_memory() -> int:
 # ---- the bound ------------------------------------------------------------------------------------------------------
 
 
-def _bound(
-    model: nn.Module, tokens: int, before: hydra_ext.Report, after: hydra_ext.Report, seconds: list[float], device: str
-) -> str:
+@dataclass(frozen=True)
+class Amounts:
+    """What one step computes and moves.
+
+    Attributes:
+        products: Operations in products with weights: 8 a weight and token, where it recomputes.
+        to_device: Bytes.
+        to_host: Bytes.
+        optimizer: Bytes that the update reads and writes.
+    """
+
+    products: float
+    to_device: float
+    to_host: float
+    optimizer: float
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, tokens: int, before: hydra_ext.Report, after: hydra_ext.Report, steps: int
+    ) -> Amounts:
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        return cls(
+            products=8.0 * weights * tokens,
+            to_device=(after.weights_moved_bytes - before.weights_moved_bytes) / steps,
+            to_host=(after.gradients_moved_bytes - before.gradients_moved_bytes) / steps,
+            optimizer=(after.update_bytes - before.update_bytes) / steps,
+        )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds of what a step does, each by itself."""
+
+    compute: float
+    to_device: float
+    to_host: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        exposed = max(0.0, self.optimizer - self.compute / 4)
+        return max(self.compute, self.to_device, self.to_host, self.optimizer) + exposed
+
+    def describe(self) -> str:
+        return (
+            f"bound {self.seconds:.3f} s: compute {self.compute:.3f} s, to device {self.to_device:.3f} s, to host "
+            f"{self.to_host:.3f} s, optimizer {self.optimizer:.3f} s"
+        )
+
+
+def _bound(amounts: Amounts, seconds: float, device: str) -> str:
     if device != "cuda":
         return "no bound: the device is simulated"
-    steps, weights = len(seconds), sum(parameter.numel() for parameter in model.parameters())
     link, memory, products = _link_rate(), _memory_rate(), _product_rate()
-    compute = 8 * weights * tokens / products
-    to_device = (after.weights_moved_bytes - before.weights_moved_bytes) / steps / link
-    to_host = (after.gradients_moved_bytes - before.gradients_moved_bytes) / steps / link
-    optimizer = (after.update_bytes - before.update_bytes) / steps / memory
-    bound = max(compute, to_device, to_host, optimizer) + max(0.0, optimizer - compute / 4)
+    bound = Bound(
+        compute=amounts.products / products,
+        to_device=amounts.to_device / link,
+        to_host=amounts.to_host / link,
+        optimizer=amounts.optimizer / memory,
+    )
     return (
-        f"bound {bound:.3f} s: compute {compute:.3f} s at {products / 1e12:.0f} TFLOP/s, to device {to_device:.3f} s "
-        f"and to host {to_host:.3f} s at {link / 1e9:.1f} GB/s, optimizer {optimizer:.3f} s at {memory / 1e9:.0f} "
-        f"GB/s; {bound / statistics.median(seconds):.1%} of it"
+        f"{bound.describe()}; products at {products / 1e12:.0f} TFLOP/s, link {link / 1e9:.1f} GB/s, host memory "
+        f"{memory / 1e9:.0f} GB/s; {bound.seconds / seconds:.1%} of it"
+    )
+
+
+def _emulated_bound(
+    amounts: Amounts, tokens: int, machine: emulation.Machine, interval: emulation.Interval, seconds: float
+) -> str:
+    by_formula = Bound(
+        compute=amounts.products / machine.products,
+        to_device=amounts.to_device / machine.link,
+        to_host=amounts.to_host / machine.link,
+        optimizer=amounts.optimizer / machine.host_memory,
+    )
+    by_kernels = replace(by_formula, compute=interval.busy["processors"])
+    others = max(by_formula.to_device, by_formula.to_host, by_formula.optimizer)
+    return (
+        f"{machine.describe()}\n"
+        f"share with compute = 8 x weights x tokens / products: {by_formula.seconds / seconds:.1%}; "
+        f"{by_formula.describe()}\n"
+        f"share with compute = the sum of the kernels' times: {by_kernels.seconds / seconds:.1%}; "
+        f"{by_kernels.describe()}\n"
+        f"critical tokens = tokens x max(to device, to host, optimizer) / compute: "
+        f"{tokens * others / by_formula.compute:,.0f} by the formula, {tokens * others / by_kernels.compute:,.0f} by "
+        f"the kernels\n"
+        f"{interval.describe()}"
     )
 
 
@@ -260,24 +366,41 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(times)
 
 
+def _cell(size: Size, options: Any) -> Cell:
+    if not options.emulated:
+        return SUBJECTS[options.subject](size, options.tokens, options.budget, options.device, options.steps)
+    machine = emulation.Machine.named(options.emulated)
+    machine.start()
+    try:
+        return run_hydra(size, options.tokens, options.budget, options.device, options.steps, machine)
+    finally:
+        machine.stop()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", choices=SUBJECTS, default="hydra")
     parser.add_argument("--model", choices=SIZES, default="4b")
+    parser.add_argument("--layers", type=int, help="fewer than the model has, for a cell that would take too long")
     parser.add_argument("--tokens", type=int, default=8192, help="in one step")
     parser.add_argument("--budget", help="device memory, such as 24GiB; all of it unless given")
     parser.add_argument("--device", choices=("cuda", "simulated"), default="cuda")
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--emulated", choices=emulation.MACHINES, help="a virtual machine in place of a GPU")
     options: Any = parser.parse_args(argv)
+    if options.emulated and (options.subject != "hydra" or options.device != "cuda"):
+        sys.exit("only --subject hydra --device cuda runs on an emulated machine")
     if not torch.cuda.is_available() and (options.device == "cuda" or options.subject != "hydra"):
         sys.exit(
             "this cell needs a GPU, and torch finds none; --subject hydra --device simulated --model tiny needs none"
         )
     size = SIZES[options.model]
+    size = replace(size, layers=options.layers or size.layers)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    where = f"EMULATION of {options.emulated}" if options.emulated else where
     print(f"{' '.join(sys.argv)}\n{where}, torch {torch.__version__}, hydra_ext {hydra_ext.__version__}")
     try:
-        cell = SUBJECTS[options.subject](size, options.tokens, options.budget, options.device, options.steps)
+        cell = _cell(size, options)
     except torch.OutOfMemoryError as error:
         print(f"out of memory: {str(error).splitlines()[0]}")
         return 0

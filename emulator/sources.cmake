@@ -3,9 +3,9 @@
 set(HYDRA_EMULATED_RUNTIME_SOURCES # no torch, no Python
   emulator/cudart/api_copy.cpp emulator/cudart/api_device.cpp emulator/cudart/api_error.cpp
   emulator/cudart/api_event.cpp emulator/cudart/api_memory.cpp emulator/cudart/api_stream.cpp emulator/cudart/call.cpp
-  emulator/cudart/control.cpp emulator/cudart/device_memory.cpp emulator/cudart/machine.cpp
-  emulator/cudart/memory_guard.cpp emulator/cudart/pinned_memory.cpp emulator/cudart/script.cpp
-  emulator/cudart/stream.cpp)
+  emulator/cudart/control.cpp emulator/cudart/device_memory.cpp emulator/cudart/engine.cpp emulator/cudart/machine.cpp
+  emulator/cudart/memory_guard.cpp emulator/cudart/pinned_memory.cpp emulator/cudart/quiet_process.cpp
+  emulator/cudart/script.cpp emulator/cudart/stream.cpp emulator/cudart/virtual_clock.cpp)
 set(HYDRA_EMULATED_KERNEL_SOURCES # no torch, no Python
   emulator/kernels/block.cpp emulator/kernels/executor.cpp emulator/kernels/meeting.cpp)
 set(HYDRA_EMULATED_FIBER_SOURCES emulator/kernels/fiber.cpp emulator/kernels/fiber_executor.cpp)
@@ -17,7 +17,8 @@ set(HYDRA_EMULATED_NCCL_SOURCES # no torch, no Python
 set(HYDRA_EMULATED_TORCH_SOURCES
   emulator/c10_cuda/caching_allocator.cpp emulator/c10_cuda/functions.cpp emulator/c10_cuda/streams.cpp
   emulator/torch/call.cpp emulator/torch/copies.cpp emulator/torch/hooks.cpp emulator/torch/host_kernels.cpp
-  emulator/torch/invocation.cpp emulator/torch/kernels.cpp emulator/torch/nccl_kernels.cpp emulator/torch/nccl_work.cpp
+  emulator/torch/invocation.cpp emulator/torch/kernels.cpp emulator/torch/meta_shapes.cpp
+  emulator/torch/nccl_kernels.cpp emulator/torch/nccl_work.cpp
   emulator/torch/operands.cpp emulator/torch/operator_traits.cpp emulator/torch/operators.cpp
   emulator/torch/pinned_memory.cpp emulator/torch/process_group_nccl.cpp emulator/torch/random.cpp
   emulator/torch/result_shapes.cpp emulator/torch/storages.cpp emulator/torch/stream_work.cpp

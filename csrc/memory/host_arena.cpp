@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/base/errors.h"
+#include "csrc/base/host_work.h"
 
 namespace hydra {
 namespace {
@@ -126,7 +127,7 @@ void* HostArena::allocate(Bytes bytes) {
   if (node_) {
     prefer_numa_node(*node_, mapping.begin(), mapped);  // before the first touch, which takes the pages
   }
-  if (mapped >= kLarge) {
+  if (mapped >= kLarge && !host_work_taken(mapped)) {
     touch_in_parallel(mapping.begin(), mapped);
   }
   {

@@ -1,10 +1,12 @@
 #include "csrc/optim/norm.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <vector>
 
 #include "csrc/base/float_mode.h"
+#include "csrc/base/host_work.h"
 #include "csrc/optim/kernels/kernels.h"
 #include "csrc/optim/ranges.h"
 
@@ -26,8 +28,14 @@ double chunk_sum_of_squares(const void* data, NumberFormat format, std::int64_t 
 void sums_of_squares(std::span<const NormInput> inputs, std::span<double> sums, ThreadPool& pool,
                      InstructionSet instructions) {
   Ranges ranges(kNormChunk);
+  Bytes bytes = 0;
   for (const NormInput& input : inputs) {
     ranges.add(input.count);
+    bytes += input.count * bytes_of(input.format);
+  }
+  if (host_work_taken(bytes)) {
+    std::ranges::fill(sums, 0.0);
+    return;
   }
   std::vector<double> parts(static_cast<std::size_t>(ranges.size()));
   pool.parallel_for(ranges.size(), [&](std::int64_t index) {

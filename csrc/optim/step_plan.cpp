@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "csrc/base/errors.h"
+#include "csrc/base/host_work.h"
 
 namespace hydra {
 
@@ -63,6 +64,9 @@ bool StepPlan::overlaps() const {
 }
 
 void StepPlan::run(ThreadPool& pool, float scale) const {
+  if (host_work_taken(traffic_bytes())) {
+    return;
+  }
   const auto run_one = [this, scale](const Range& range) {
     run_update(updates_[range.item], range.begin, range.end, scale, instructions_);
   };

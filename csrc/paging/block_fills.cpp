@@ -107,6 +107,7 @@ void BlockFills::wait_present(PagedBlock& block, AcquireReason reason) {
                     ActivityLabel{.block = block.index});
     }
     const Stopwatch watch(waited);
+    const Stall stall(backend_.stalls());
     if (place.state() == BlockState::kAbsent || place.state() == BlockState::kStale) {
       lock.unlock();
       begin(block);

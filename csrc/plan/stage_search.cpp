@@ -11,7 +11,7 @@ namespace hydra {
 
 namespace {
 
-constexpr int kNever = std::numeric_limits<int>::max();
+constexpr int kUnreachable = std::numeric_limits<int>::max();
 constexpr double kKnapsack = 5;           // comparisons that a knapsack costs, for each layer
 constexpr double kRounding = 1e-9;        // of a number of replicas
 constexpr double kLimitRounding = 1e-12;  // relative, of bytes that are not whole numbers
@@ -70,15 +70,15 @@ StageSearch::StageSearch(const LayerGraph& graph, const SplitTerms& terms, std::
 StageSearch::Answer StageSearch::find(double time, std::optional<Plan>* plan) {
   begin(time);
   const std::vector<Outside>& outside = question_.outside;
-  for (std::size_t larger = table_.size() - 1; larger > 0 && outside[0].replicas == kNever; --larger) {
-    if (outside[larger].replicas != kNever) {
+  for (std::size_t larger = table_.size() - 1; larger > 0 && outside[0].replicas == kUnreachable; --larger) {
+    if (outside[larger].replicas != kUnreachable) {
       extend(larger);
       if (comparisons_left_ <= 0) {
         return Answer::kUnknown;
       }
     }
   }
-  if (outside[0].replicas == kNever) {
+  if (outside[0].replicas == kUnreachable) {
     return question_.unknown ? Answer::kUnknown : Answer::kRefuted;
   }
   *plan = plan_found();
@@ -88,7 +88,7 @@ StageSearch::Answer StageSearch::find(double time, std::optional<Plan>* plan) {
 void StageSearch::begin(double time) {
   question_.time = time;
   question_.unknown = false;
-  question_.outside.assign(table_.size(), {kNever, 0, 0, 0});
+  question_.outside.assign(table_.size(), {kUnreachable, 0, 0, 0});
   question_.outside.back().replicas = 0;
   question_.keys.clear();
   for (std::size_t i = 0; i < table_.size(); ++i) {

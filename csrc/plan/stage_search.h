@@ -40,7 +40,7 @@ class StageSearch {
  private:
   /// How the layers outside a downset are placed.
   struct Outside {
-    int replicas = 0;        // that they need; kNever if no stages were found
+    int replicas = 0;        // that they need; kUnreachable if no stages were found
     std::size_t larger = 0;  // the downset at the end of the first stage
     int first_replicas = 0;  // of that stage
     int room = 0;            // for replicas outside: more leave too few for the downset, or were found before

@@ -13,6 +13,7 @@
 
 #include "csrc/memory/resource.h"
 #include "csrc/transfer/lane.h"
+#include "csrc/transfer/stall_log.h"
 
 namespace hydra {
 
@@ -71,6 +72,8 @@ class DeviceBackend {
   /// Throws StateError if the calling thread's compute must not use a slot now, because it records addresses for later
   /// use (CUDA graphs).
   virtual void expect_usable() {}
+  /// Where waits of compute are noted. Null if compute runs on the host's threads, whose own time has no waits.
+  virtual StallLog* stalls() noexcept { return nullptr; }
   /// Serves a run until the result is destroyed: keeps memory that the engine does not allocate within the run's
   /// budget. Null if the ledger sees every byte.
   virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }

@@ -59,6 +59,36 @@ struct Copy {
   cudaMemcpyKind kind = cudaMemcpyDefault;
 };
 
+/// Results of at most this size are zeros for the host under the virtual clock; larger ones are not written.
+constexpr std::size_t kZeroed = 65536;
+
+Task task_of(const Copy& copy, const Side& destination, const Side& source) {
+  const Speeds& speeds = VirtualClock::get().speeds();
+  const auto bytes = static_cast<double>(copy.bytes);
+  const bool to_device = destination.place == Place::kDevice;
+  const bool from_device = source.place == Place::kDevice;
+  if (to_device && from_device) {
+    return Task::of({.bytes = 2 * bytes});
+  }
+  if (to_device || from_device) {
+    const double rate = to_device ? speeds.to_device : speeds.to_host;
+    return {.unit = to_device ? Unit::kToDevice : Unit::kToHost, .seconds = speeds.operation_seconds + bytes / rate};
+  }
+  return {.unit = Unit::kHostMemory, .seconds = 2 * bytes / speeds.host_memory};
+}
+
+/// The copy under the virtual clock: it takes its time, and moves nothing.
+cudaError_t enqueue_in_time(Stream& stream, const Copy& copy, const Task& task, bool waits) {
+  const PointPtr end = stream.push({}, task);
+  if (task.unit == Unit::kToHost && copy.bytes <= kZeroed) {
+    std::memset(copy.destination, 0, copy.bytes);
+  }
+  if (waits) {
+    end->wait();
+  }
+  return cudaSuccess;
+}
+
 /// Enqueues a copy. With `finish`, waits for it too, as cudaMemcpy does where pinned memory is a side of it.
 cudaError_t enqueue(Stream& stream, const Copy& copy, bool finish) {
   if (copy.bytes == 0) {
@@ -76,6 +106,9 @@ cudaError_t enqueue(Stream& stream, const Copy& copy, bool finish) {
                      (finish && !between_devices && source.place != Place::kPageable);
   if (waits && in_stream_thread()) {
     return cudaErrorNotPermitted;  // it might wait for itself
+  }
+  if (VirtualClock::get().runs()) {
+    return enqueue_in_time(stream, copy, task_of(copy, destination, source), waits);
   }
   const void* from = copy.source;
   if (source.place == Place::kPageable) {
@@ -101,7 +134,7 @@ cudaError_t fill(cudaStream_t stream, void* pointer, int value, std::size_t byte
     if (device < 0 || !Machine::get().device(device).memory.holds(pointer, bytes)) {
       return cudaErrorInvalidValue;
     }
-    known.push([=] { std::memset(pointer, value, bytes); });
+    known.push([=] { std::memset(pointer, value, bytes); }, Task::of({.bytes = static_cast<double>(bytes)}));
     return cudaSuccess;
   });
 }

@@ -122,6 +122,9 @@ cudaError_t CUDARTAPI cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event
 
 cudaError_t CUDARTAPI cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   return call("cudaLaunchHostFunc", kUsesDevice, [&] {
+    if (VirtualClock::get().runs()) {
+      return cudaErrorNotSupported;
+    }
     return with_stream(stream, [&](Stream& known) {
       push_foreign(known, [function, data] {
         const WithoutDeviceAccess scope;

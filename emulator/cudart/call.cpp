@@ -10,6 +10,9 @@ cudaError_t begin_call(const char* name, unsigned traits) {
     return cudaErrorInitializationError;
   }
   machine.script.count(name);
+  if (VirtualClock& clock = VirtualClock::get(); clock.runs() && (traits & kUsesThread) == 0) {
+    clock.charge(clock.speeds().call_seconds);
+  }
   if ((traits & kWaits) != 0 && in_stream_thread()) {
     return cudaErrorNotPermitted;
   }
@@ -39,14 +42,15 @@ cudaError_t note_error(cudaError_t error) noexcept {
   return error;
 }
 
-void push_foreign(Stream& stream, std::function<void()> work) {
-  stream.push([device = stream.device(), work = std::move(work)] {
+void push_foreign(Stream& stream, std::function<void()> work, const Task& task) {
+  const auto guarded = [device = stream.device(), work = std::move(work)] {
     try {
       work();
     } catch (...) {
       Machine::get().set_fault(device, cudaErrorLaunchFailure);
     }
-  });
+  };
+  stream.push(guarded, task);
 }
 
 }  // namespace emulated_cuda::cudart

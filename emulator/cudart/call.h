@@ -1,5 +1,6 @@
-// What every call of the runtime does besides its work. It is counted, and fails as scripted. It is refused in a forked
-// child and on a failed device. Its error becomes the thread's last one. No exception leaves it. Thread-safe.
+// What every call of the runtime does besides its work. It is counted, charged to host time, and fails as scripted. It
+// is refused in a forked child and on a failed device. Its error becomes the thread's last one. No exception leaves it.
+// Thread-safe.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +10,7 @@
 #include <new>
 
 #include "emulator/cudart/machine.h"
+#include "emulator/cudart/virtual_clock.h"
 
 namespace emulated_cuda::cudart {
 
@@ -33,6 +35,7 @@ cudaError_t note_error(cudaError_t error) noexcept;
 template <class Work>
 cudaError_t call(const char* name, unsigned traits, Work work) noexcept {
   try {
+    const Pause pause;
     cudaError_t error = begin_call(name, traits);
     if (error == cudaSuccess) {
       error = end_call(name, traits, work());
@@ -81,6 +84,6 @@ cudaError_t with_event(cudaEvent_t handle, Work work) {
 }
 
 /// Enqueues work that runs foreign code: an exception that leaves it is a fault of the device.
-void push_foreign(Stream& stream, std::function<void()> work);
+void push_foreign(Stream& stream, std::function<void()> work, const Task& task = {});
 
 }  // namespace emulated_cuda::cudart

@@ -21,13 +21,16 @@ void set_delays(double longest_seconds, std::uint64_t seed) {
 
 // ---- work -----------------------------------------------------------------------------------------------------------
 
-cudaError_t launch(cudaStream_t stream, std::function<void()> kernel) {
+cudaError_t launch(cudaStream_t stream, std::function<void()> kernel, const KernelWork& work) {
   return call("cudaLaunchKernel", kUsesDevice, [&] {
     return with_stream(stream, [&](Stream& known) {
       if (known.device() != this_thread().device) {
         return cudaErrorInvalidResourceHandle;  // copies may cross devices, kernels may not
       }
-      push_foreign(known, std::move(kernel));
+      if (VirtualClock& clock = VirtualClock::get(); clock.runs()) {
+        clock.charge(clock.speeds().launch_seconds);
+      }
+      push_foreign(known, std::move(kernel), Task::of(work));
       return cudaSuccess;
     });
   });

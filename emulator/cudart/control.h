@@ -10,6 +10,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -36,12 +37,53 @@ bool memory_is_guarded() noexcept;
 /// One operation in eight waits up to `longest_seconds` before it runs; 0 ends this.
 void set_delays(double longest_seconds, std::uint64_t seed);
 
+// ---- a virtual clock, under which nothing is computed ---------------------------------------------------------------
+
+/// What a machine does in a second. Seconds are of each operation, whatever its size.
+struct Speeds {
+  double half_flops = 1.0;     // products of matrices in float16 and bfloat16
+  double full_flops = 1.0;     // products of matrices in other types
+  double device_memory = 1.0;  // bytes, as all below
+  double to_device = 1.0;
+  double to_host = 1.0;
+  double host_memory = 1.0;
+  double operation_seconds = 0.0;  // of the device: the shortest kernel or copy
+  double launch_seconds = 0.0;     // of the host: a kernel
+  double call_seconds = 0.0;       // of the host: another call of the runtime that uses the device
+};
+
+/// The units of a machine that take time. kNone is the host's program, where something waits for it.
+enum class Unit { kNone, kProcessors, kToDevice, kToHost, kHostMemory };
+inline constexpr std::size_t kUnits = 5;
+
+struct ClockReport {
+  double seconds = 0.0;                 // the time now
+  std::array<double, kUnits> busy{};    // seconds by unit
+  std::array<double, kUnits> waited{};  // seconds in which the processors had nothing to do, by what they waited for
+};
+
+/// From now on time is virtual, kernels and copies only take time, and memory of devices has no pages. Results that
+/// come to the host are zeros. One device is meant: units are those of one card. reset() stops the clock.
+void start_clock(const Speeds& speeds);
+void stop_clock();
+bool clock_runs() noexcept;
+ClockReport clock_report();
+/// Work of the host's memory that is not done: returns when its time has passed.
+void use_host_memory(std::int64_t bytes) noexcept;
+
 // ---- work -----------------------------------------------------------------------------------------------------------
+
+/// What a kernel does, for the virtual clock.
+struct KernelWork {
+  double half_flops = 0.0;
+  double full_flops = 0.0;
+  double bytes = 0.0;  // read and written
+};
 
 /// Enqueues a kernel, which runs on the stream's thread in its turn. nullptr is the current device's default stream.
 /// A scripted failure of "cudaLaunchKernel" is returned, and nothing is enqueued. An exception that leaves the kernel
 /// becomes a fault of the device, cudaErrorLaunchFailure.
-cudaError_t launch(cudaStream_t stream, std::function<void()> kernel);
+cudaError_t launch(cudaStream_t stream, std::function<void()> kernel, const KernelWork& work = {});
 /// Whether the calling thread runs a stream's work now.
 bool on_stream_thread() noexcept;
 

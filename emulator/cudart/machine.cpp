@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "emulator/cudart/virtual_clock.h"
+
 namespace emulated_cuda::cudart {
 
 ThreadState& this_thread() noexcept {
@@ -45,6 +47,7 @@ void Machine::configure(const MachineOptions& options) {
 }
 
 void Machine::reset() {
+  VirtualClock::get().stop();
   std::vector<std::shared_ptr<Stream>> running = streams.all();
   Garbage garbage;
   {

@@ -2,9 +2,11 @@
 
 #include <signal.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "emulator/cudart/memory_guard.h"
+#include "emulator/cudart/virtual_clock.h"
 
 namespace emulated_cuda::cudart {
 
@@ -50,9 +52,22 @@ void Point::reach() noexcept {
   changed_.notify_all();
 }
 
+void Point::reach_at(Clock::time_point time, Unit unit) noexcept {
+  const std::lock_guard lock(mutex_);
+  reached_ = true;
+  in_time_ = true;
+  unit_ = unit;
+  time_ = time;
+}
+
+Unit Point::unit() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return unit_;
+}
+
 bool Point::reached() const noexcept {
   const std::lock_guard lock(mutex_);
-  return reached_;
+  return in_time_ && VirtualClock::get().runs() ? VirtualClock::get().now() >= time_ : reached_;
 }
 
 Clock::time_point Point::time() const noexcept {
@@ -63,6 +78,11 @@ Clock::time_point Point::time() const noexcept {
 void Point::wait() const noexcept {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return reached_; });
+  const bool in_time = in_time_;
+  lock.unlock();
+  if (in_time) {  // a point does not change any more
+    VirtualClock::get().wait_until(time_, unit_);
+  }
 }
 
 void Point::wait(const Fault& fault) const noexcept {
@@ -101,6 +121,15 @@ Clock::duration Delays::next() {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds(random_)));
 }
 
+// ---- what operations take -------------------------------------------------------------------------------------------
+
+Task Task::of(const KernelWork& work) {
+  const Speeds& speeds = VirtualClock::get().speeds();
+  const double computing = work.half_flops / speeds.half_flops + work.full_flops / speeds.full_flops;
+  const double moving = work.bytes / speeds.device_memory;
+  return {.unit = Unit::kProcessors, .seconds = std::max({computing, moving, speeds.operation_seconds})};
+}
+
 // ---- streams --------------------------------------------------------------------------------------------------------
 
 Stream::Stream(int device, int number, int priority, const Fault& fault)
@@ -123,11 +152,21 @@ void Stream::set_delays(double longest_seconds, std::uint64_t seed) {
   delays_.set(longest_seconds, seed, number_);
 }
 
-PointPtr Stream::push(Work work) { return enqueue(std::move(work), /*delayed=*/true); }
+PointPtr Stream::push(Work work, const Task& task) {
+  return VirtualClock::get().runs() ? enqueue_in_time(task) : enqueue(std::move(work), /*delayed=*/true);
+}
 
-PointPtr Stream::mark() { return enqueue({}, /*delayed=*/true); }
+PointPtr Stream::mark() { return push({}); }
 
 void Stream::follow(PointPtr point) {
+  if (VirtualClock::get().runs()) {
+    const std::lock_guard lock(mutex_);
+    if (point->time() > free_) {
+      free_ = point->time();
+      held_by_ = point->unit();
+    }
+    return;
+  }
   push([this, point = std::move(point)] {
     {
       const std::lock_guard lock(mutex_);
@@ -139,10 +178,13 @@ void Stream::follow(PointPtr point) {
   });
 }
 
-void Stream::wait() { enqueue({}, /*delayed=*/false)->wait(); }
+void Stream::wait() { (VirtualClock::get().runs() ? enqueue_in_time({}) : enqueue({}, /*delayed=*/false))->wait(); }
 
 bool Stream::idle() const {
   const std::lock_guard lock(mutex_);
+  if (VirtualClock::get().runs()) {
+    return VirtualClock::get().now() >= free_;
+  }
   return unfinished_ == 0;
 }
 
@@ -182,6 +224,23 @@ PointPtr Stream::enqueue(Work work, bool delayed) {
     ++unfinished_;
   }
   work_.notify_one();
+  return point;
+}
+
+PointPtr Stream::enqueue_in_time(const Task& task) {
+  auto point = std::make_shared<Point>();
+  VirtualClock& clock = VirtualClock::get();
+  const std::lock_guard lock(mutex_);
+  if (fault_ != cudaSuccess) {
+    point->reach();
+    return point;
+  }
+  const Busy busy = clock.run(task.unit, {.enqueued = clock.now(), .stream = free_, .held_by = held_by_}, task.seconds);
+  if (task.unit != Unit::kNone) {
+    free_ = busy.end;
+    held_by_ = task.unit;
+  }
+  point->reach_at(busy.end, held_by_);
   return point;
 }
 

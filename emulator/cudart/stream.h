@@ -1,6 +1,7 @@
 // A stream: a thread that runs operations in order, each after a delay. An event, and the points that its recordings
 // leave in streams.
 //
+// Under the virtual clock no operation is run: each ends when the clock says so, and its thread sleeps.
 // A stream whose device has failed drops its operations; their points count as reached, so every wait ends. An
 // operation that already runs goes on to its end. The destructor runs what is left, and joins the thread. The thread
 // holds the key of device memory, and blocks all signals but those of faults. Thread-safe. Times are seconds, unless
@@ -20,6 +21,8 @@
 #include <random>
 #include <thread>
 
+#include "emulator/cudart/control.h"
+
 namespace emulated_cuda::cudart {
 
 inline constexpr int kLeastPriority = 0;
@@ -28,10 +31,21 @@ inline constexpr int kGreatestPriority = -5;
 using Clock = std::chrono::steady_clock;
 using Fault = std::atomic<cudaError_t>;
 
+/// What an operation takes under the virtual clock, where it is not run.
+struct Task {
+  Unit unit = Unit::kNone;
+  double seconds = 0.0;
+
+  static Task of(const KernelWork& work);
+};
+
 /// A place in the order of a stream.
 class Point {
  public:
   void reach() noexcept;
+  /// Under the virtual clock: reached then. `unit` is what a waiting host waits for.
+  void reach_at(Clock::time_point time, Unit unit) noexcept;
+  Unit unit() const noexcept;
   bool reached() const noexcept;
   Clock::time_point time() const noexcept;
   /// Ends for certain: a failed device counts its points as reached.
@@ -44,6 +58,8 @@ class Point {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool reached_ = false;
+  bool in_time_ = false;
+  Unit unit_ = Unit::kNone;
   Clock::time_point time_;
 };
 
@@ -96,7 +112,7 @@ class Stream {
   void set_delays(double longest_seconds, std::uint64_t seed);
 
   /// The point is reached when the operation has run, or was dropped.
-  PointPtr push(Work work);
+  PointPtr push(Work work, const Task& task = {});
   /// A point behind all operations so far; an operation itself.
   PointPtr mark();
   /// Later operations wait for the point.
@@ -117,6 +133,7 @@ class Stream {
   };
 
   PointPtr enqueue(Work work, bool delayed);
+  PointPtr enqueue_in_time(const Task& task);
   void run() noexcept;
   void perform(Operation& operation);
   void finish(const Operation& operation) noexcept;
@@ -134,6 +151,9 @@ class Stream {
   std::uint64_t unfinished_ = 0;
   PointPtr followed_;  // what the thread waits for now
   bool stopping_ = false;
+  // Under the virtual clock: when the operations so far have ended, and which unit the last of them is of.
+  Clock::time_point free_;
+  Unit held_by_ = Unit::kProcessors;
   Delays delays_;
   std::thread thread_;
 };

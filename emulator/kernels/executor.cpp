@@ -26,6 +26,14 @@ bool within(const dim3& extent, const dim3& most) noexcept {
   return extent.x > 0 && extent.y > 0 && extent.z > 0 && extent.x <= most.x && extent.y <= most.y && extent.z <= most.z;
 }
 
+/// Under the virtual clock: what a thread reads and writes, about as much as one of an optimizer's step.
+constexpr double kBytesOfThread = 28.0;
+
+double threads_of(const Configuration& configuration) noexcept {
+  const auto volume = [](const dim3& extent) { return static_cast<double>(extent.x) * extent.y * extent.z; };
+  return volume(configuration.grid) * volume(configuration.block);
+}
+
 bool valid(const Configuration& configuration) noexcept {
   const dim3 most_blocks{0x7FFFFFFFU, 0xFFFFU, 0xFFFFU};
   const dim3 most_threads{1024, 1024, 64};
@@ -41,7 +49,7 @@ void launch_grid(const char* kernel, const Configuration& configuration, std::fu
     return;
   }
   const Grid grid{kernel, configuration.grid, configuration.block, Random(g_seed++).next()};
-  launch(configuration.stream, [grid, thread = std::move(thread)] {
+  const auto run = [grid, thread = std::move(thread)] {
     try {
       run_grid(grid, thread);
     } catch (const KernelError& error) {
@@ -49,7 +57,8 @@ void launch_grid(const char* kernel, const Configuration& configuration, std::fu
       last().text = error.what();
       throw;
     }
-  });
+  };
+  launch(configuration.stream, run, {.bytes = kBytesOfThread * threads_of(configuration)});
 }
 
 void run_grid(const Grid& grid, const std::function<void()>& thread) {

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "emulator/cudart/control.h"
+#include "emulator/torch/meta_shapes.h"
 #include "emulator/torch/storages.h"
 #include "emulator/torch/stream_work.h"
 #include "emulator/torch/workspaces.h"
@@ -22,6 +24,7 @@ Call::Call(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
       first_(stack.size() - op.schema().arguments().size()),
       invocation_(std::make_shared<Invocation>(op, traits_)) {
   note_plain(&op.schema());
+  note_plain(clock_runs());
   for (std::size_t i = first_; i < stack.size(); ++i) {
     read(i - first_, stack[i]);
   }
@@ -76,6 +79,9 @@ void Call::read_tensor(std::size_t index, Slot& slot, const at::Tensor& tensor, 
     written_.push_back(operand);
   }
   slot.operands.push_back(operand);
+  if (clock_runs()) {
+    note_plain(operand);  // a tensor that is given twice is read once
+  }
 }
 
 void Call::read_value(std::size_t index, Slot& slot, const c10::IValue& value) {
@@ -169,6 +175,10 @@ std::vector<c10::IValue> Call::finish() {
   if (traits_.random) {
     invocation_->draw = draw_from(generator_, device_);
   }
+  if (clock_runs()) {
+    const auto known = has_key_ ? find_shapes(key_) : nullptr;
+    return start(known != nullptr ? known : shapes_on_meta());
+  }
   if (traits_.multiplies) {
     take_workspace(device_);
   }
@@ -190,13 +200,19 @@ std::vector<c10::IValue> Call::start(const std::shared_ptr<const CallShapes>& sh
     results.push_back(argument < 0 ? start_result(shapes->results[i], outputs)
                                    : stack_[first_ + static_cast<std::size_t>(argument)]);
   }
-  enqueue(device_, [invocation = std::move(invocation_), shapes, outputs = std::move(outputs)] {
-    invocation->run_into(*shapes, outputs);
-  });
+  if (shapes->launches) {
+    const auto run = [invocation = std::move(invocation_), shapes, outputs = std::move(outputs)] {
+      invocation->run_into(*shapes, outputs);
+    };
+    enqueue(device_, run, shapes->work);
+  }
   return results;
 }
 
 c10::IValue Call::start_result(const ResultShape& shape, std::vector<void*>& outputs) const {
+  if (!shape.number.isNone()) {
+    return shape.number;
+  }
   if (!shape.list) {
     return start_tensor(shape.tensors.front(), outputs);
   }
@@ -232,6 +248,19 @@ at::Tensor Call::start_tensor(const TensorShape& shape, std::vector<void*>& outp
       break;
   }
   return {};
+}
+
+// ---- results under the virtual clock --------------------------------------------------------------------------------
+
+std::shared_ptr<const CallShapes> Call::shapes_on_meta() {
+  run_on_this_thread([this] { invocation_->run_on_meta(); });
+  auto shapes = std::make_shared<CallShapes>(shapes_of(*invocation_, traits_, written_));
+  shapes->work = work_of(op_, *invocation_, traits_);
+  shapes->launches = !written_.empty() || makes_tensor(*shapes);
+  if (has_key_) {
+    remember_shapes(key_, *shapes);
+  }
+  return shapes;
 }
 
 // ---- results of unknown shapes --------------------------------------------------------------------------------------

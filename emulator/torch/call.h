@@ -38,6 +38,8 @@ class Call {
 
   std::vector<c10::IValue> start(const std::shared_ptr<const CallShapes>& shapes);
   std::vector<c10::IValue> wait();
+  /// Under the virtual clock: shapes from meta, and the kernel's work.
+  std::shared_ptr<const CallShapes> shapes_on_meta();
   c10::IValue start_result(const ResultShape& shape, std::vector<void*>& outputs) const;
   at::Tensor start_tensor(const TensorShape& shape, std::vector<void*>& outputs) const;
   const at::Tensor& tensor(int operand) const { return tensors_[static_cast<std::size_t>(operand)]; }

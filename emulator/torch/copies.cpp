@@ -49,10 +49,11 @@ void copy_here(const at::Tensor& to, const at::Tensor& from, const CUDAStream& s
   Operands operands;
   const int target = operands.add(to);
   const int source = operands.add(from);
-  enqueue(from.device().index(), [operands = std::move(operands), target, source] {
+  const auto run = [operands = std::move(operands), target, source] {
     const auto tensors = operands.open();
     tensors[static_cast<std::size_t>(target)].copy_(tensors[static_cast<std::size_t>(source)]);
-  });
+  };
+  enqueue(from.device().index(), run, {.bytes = static_cast<double>(to.nbytes() + from.nbytes())});
 }
 
 void copy_between_devices(const at::Tensor& to, const at::Tensor& from) {

@@ -72,6 +72,18 @@ void Invocation::run() {
   results_ = std::move(stack);
 }
 
+void Invocation::run_on_meta() {
+  opened_ = operands.open_on_meta();
+  torch::jit::Stack stack;
+  stack.reserve(slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const bool is_device = static_cast<int>(i) == traits_.device && slots[i].value.isDevice();
+    stack.push_back(is_device ? c10::IValue(c10::Device(c10::kMeta)) : argument(slots[i]));
+  }
+  op_.callBoxed(stack);
+  results_ = std::move(stack);
+}
+
 void Invocation::run_into(const CallShapes& shapes, const std::vector<void*>& outputs) {
   run();
   check_sizes(shapes);

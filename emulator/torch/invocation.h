@@ -1,7 +1,7 @@
 // One call of an operator, as its stream runs it: arguments without device storages, and the CPU's kernel.
 //
 // The host fills it, hands it to the stream, and touches it again only after it has waited. `run` and `run_into` are
-// called on a stream's thread, once.
+// called on a stream's thread, once. Under the virtual clock the host calls `run_on_meta` instead.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -38,7 +38,10 @@ class Invocation {
   /// Runs, and puts the new results where `outputs` says, in their order. Throws if they have other shapes.
   void run_into(const CallShapes& shapes, const std::vector<void*>& outputs);
 
-  /// On the CPU.
+  /// Runs on tensors without bytes, on the calling thread, for the shapes alone.
+  void run_on_meta();
+
+  /// On the CPU, or on meta.
   const std::vector<c10::IValue>& results() const noexcept { return results_; }
   /// The operands as the kernel left them.
   const std::vector<at::Tensor>& opened() const noexcept { return opened_; }

@@ -7,11 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "emulator/cudart/virtual_clock.h"
 #include "emulator/torch/call.h"
 
 namespace emulated_cuda {
 
 void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const cudart::Pause pause;  // a launch is charged instead
   std::vector<c10::IValue> results = Call(op, *stack).finish();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (c10::IValue& result : results) {

@@ -1,7 +1,7 @@
 #include "emulator/torch/operands.h"
 
 #include <ATen/ops/clone.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
 
 #include <algorithm>
@@ -82,24 +82,37 @@ int Operands::find_storage(const void* data) const noexcept {
   return kUndefined;
 }
 
+bool Operands::lies_as(int number, const at::Tensor& tensor) const {
+  const Operand& operand = operands_[static_cast<std::size_t>(number)];
+  return operand.host.defined() ||
+         (tensor.sizes() == at::IntArrayRef(operand.sizes) && tensor.strides() == at::IntArrayRef(operand.strides));
+}
+
 const void* Operands::data(int number) const { return bytes_[operands_[static_cast<std::size_t>(number)].bytes].data; }
 
-std::vector<at::Tensor> Operands::open() const {
+std::vector<at::Tensor> Operands::open() const { return open_on(c10::Device(c10::kCPU)); }
+
+std::vector<at::Tensor> Operands::open_on_meta() const { return open_on(c10::Device(c10::kMeta)); }
+
+std::vector<at::Tensor> Operands::open_on(c10::Device device) const {
+  const bool has_bytes = !device.is_meta();
   std::vector<c10::Storage> storages;
   storages.reserve(bytes_.size());
   for (const Bytes& bytes : bytes_) {
-    storages.emplace_back(c10::Storage::use_byte_size_t(), bytes.size, c10::DataPtr(bytes.data, c10::Device(c10::kCPU)),
-                          c10::GetCPUAllocator(), true);
+    storages.emplace_back(c10::Storage::use_byte_size_t(), bytes.size,
+                          c10::DataPtr(has_bytes ? bytes.data : nullptr, device), c10::GetAllocator(device.type()),
+                          true);
   }
+  const c10::DispatchKeySet keys(has_bytes ? c10::DispatchKey::CPU : c10::DispatchKey::Meta);
   std::vector<at::Tensor> tensors;
   tensors.reserve(operands_.size());
   for (const Operand& operand : operands_) {
     if (operand.host.defined()) {
-      tensors.push_back(operand.host);
+      tensors.push_back(has_bytes || operand.host.dim() == 0 ? operand.host : operand.host.to(device));
       continue;
     }
-    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(storages[operand.bytes]), c10::DispatchKeySet(c10::DispatchKey::CPU), operand.dtype);
+    at::Tensor tensor =
+        at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storages[operand.bytes]), keys, operand.dtype);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(operand.sizes, operand.strides, operand.offset);
     tensor._set_conj(operand.conjugate);
     tensor._set_neg(operand.negative);

@@ -24,10 +24,14 @@ class Operands {
   std::size_t size() const noexcept { return operands_.size(); }
   /// The operand whose storage begins there, or kUndefined.
   int find_storage(const void* data) const noexcept;
+  /// Whether the operand still has the sizes and strides of `tensor`.
+  bool lies_as(int number, const at::Tensor& tensor) const;
   bool on_host(int number) const { return operands_[static_cast<std::size_t>(number)].host.defined(); }
 
   /// CPU tensors over the same bytes. One that an operator makes larger gets memory of the host.
   std::vector<at::Tensor> open() const;
+  /// Tensors on meta of the same sizes and storages. Host tensors without dimensions stay as they are.
+  std::vector<at::Tensor> open_on_meta() const;
   /// The first byte of the storage of an operand.
   const void* data(int number) const;
 
@@ -50,6 +54,7 @@ class Operands {
   };
 
   Operand describe(const at::Tensor& tensor);
+  std::vector<at::Tensor> open_on(c10::Device device) const;
 
   std::vector<Bytes> bytes_;
   std::vector<Operand> operands_;

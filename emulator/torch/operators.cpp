@@ -1,9 +1,11 @@
 // Operators that compute no numbers, or only move them: they have kernels of their own, which never wait for a shape.
 
 #include <ATen/Context.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
@@ -141,7 +143,8 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
   at::empty({}, self.options().device(at::kCPU)).fill_(value);  // a value that does not fit is an error of the call
   Operands operands;
   operands.add(self);
-  enqueue(self.device().index(), [operands = std::move(operands), value] { operands.open().front().fill_(value); });
+  enqueue(self.device().index(), [operands = std::move(operands), value] { operands.open().front().fill_(value); },
+          {.bytes = static_cast<double>(self.nbytes())});
   return self;
 }
 
@@ -158,11 +161,16 @@ bool use_no_library_for_tensors(const at::Tensor&, const at::Tensor&, const at::
   return false;
 }
 
-/// Attention is made of other operators: there is no fused kernel.
-std::int64_t attention_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                              double, bool, std::optional<double>, bool) {
-  return 0;
+/// Attention is made of other operators: there is no fused kernel. Under the virtual clock, which needs none, flash
+/// attention is chosen wherever a card has it.
+std::int64_t attention_choice(const at::Tensor& query, const at::Tensor&, const at::Tensor&,
+                              const std::optional<at::Tensor>& mask, double, bool, std::optional<double>, bool) {
+  const bool fused = clock_runs() && !mask && query.itemsize() == 2;
+  return static_cast<std::int64_t>(fused ? at::SDPBackend::flash_attention : at::SDPBackend::math);
 }
+
+const at::native::RegisterCUDADispatch<decltype(at::native::_fused_sdp_choice_stub)> kRegisteredChoice(
+    at::native::_fused_sdp_choice_stub, &attention_choice);
 
 }  // namespace
 

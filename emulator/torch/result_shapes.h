@@ -6,11 +6,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "emulator/cudart/control.h"
 
 namespace emulated_cuda {
 
@@ -28,9 +31,10 @@ struct TensorShape {
   bool fits(const at::Tensor& tensor) const;
 };
 
-/// One result: a tensor, or a list of them.
+/// One result: a tensor, or a list of them, or, under the virtual clock, a number.
 struct ResultShape {
   bool list = false;
+  c10::IValue number;  // none: a tensor or tensors
   std::vector<TensorShape> tensors;
 };
 
@@ -43,6 +47,8 @@ struct Resized {
 struct CallShapes {
   std::vector<ResultShape> results;
   std::vector<Resized> resized;
+  KernelWork work;       // under the virtual clock
+  bool launches = true;  // false: the results are views, and nothing is written
 };
 
 std::shared_ptr<const CallShapes> find_shapes(const std::string& key);

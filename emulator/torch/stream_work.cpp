@@ -45,14 +45,18 @@ void settle_thread() {
 }
 
 /// The state of torch in which a stream's work runs.
+struct TorchState {
+  const at::NoGradGuard no_gradients{};
+  const at::AutoDispatchBelowADInplaceOrView below_autograd{};
+  const at::DisableRecordFunctionGuard no_callbacks{};
+};
+
 class WorkScope {
  public:
   WorkScope() { settle_thread(); }
 
  private:
-  const at::NoGradGuard no_gradients_;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd_;
-  const at::DisableRecordFunctionGuard no_callbacks_;
+  const TorchState state_;
 };
 
 void fail(c10::DeviceIndex device, const char* message) noexcept {
@@ -68,9 +72,9 @@ cudaStream_t current_stream(c10::DeviceIndex device) { return c10::cuda::getCurr
 
 }  // namespace
 
-void enqueue(c10::DeviceIndex device, std::function<void()> work) {
+void enqueue(c10::DeviceIndex device, std::function<void()> work, const KernelWork& amount) {
   const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(launch(current_stream(device), [device, work = std::move(work)] {
+  const auto guarded = [device, work = std::move(work)] {
     try {
       const WorkScope scope;
       work();
@@ -79,10 +83,17 @@ void enqueue(c10::DeviceIndex device, std::function<void()> work) {
     } catch (const std::exception& error) {
       fail(device, error.what());
     }
-  }));
+  };
+  C10_CUDA_CHECK(launch(current_stream(device), guarded, amount));
+}
+
+void run_on_this_thread(const std::function<void()>& work) {
+  const TorchState state;
+  work();
 }
 
 void run_now(c10::DeviceIndex device, std::function<void()> work) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!clock_runs(), "under the virtual clock nothing is computed");
   const c10::cuda::CUDAGuard guard(device);
   auto promise = std::make_shared<std::promise<void>>();
   std::future<void> ended = promise->get_future();

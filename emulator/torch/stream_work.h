@@ -11,10 +11,15 @@
 #include <functional>
 #include <string>
 
+#include "emulator/cudart/control.h"
+
 namespace emulated_cuda {
 
 /// Runs later. An exception is a fault of the device, cudaErrorAssert. Throws torch's error of a failed device.
-void enqueue(c10::DeviceIndex device, std::function<void()> work);
+void enqueue(c10::DeviceIndex device, std::function<void()> work, const KernelWork& amount = {});
+
+/// Runs at once, on the calling thread, which needs no device memory for it.
+void run_on_this_thread(const std::function<void()>& work);
 
 /// Runs in the stream's turn, and waits for it. An exception is thrown to the caller.
 void run_now(c10::DeviceIndex device, std::function<void()> work);

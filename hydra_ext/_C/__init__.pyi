@@ -80,6 +80,7 @@ __all__: list[str] = [
     "SimulatedDevice",
     "SiteVisit",
     "StagedBackward",
+    "StallLog",
     "Stash",
     "StashPart",
     "StashPass",
@@ -394,11 +395,32 @@ class FileOperations:
 class FaultInjector:
     pass
 
+class StallLog:
+    """
+    Seconds in which a device's compute waited for lanes.
+    """
+    def seconds(self, first: int, end: int) -> float:
+        """
+        Of the stalls from one number up to and without another. Waits until the device has ended them.
+        """
+    def start(self) -> None:
+        """
+        Turns the log on. It is empty then.
+        """
+    def stop(self) -> None: ...
+    @property
+    def count(self) -> int: ...
+
 class DeviceBackend:
     @property
     def activity(self) -> ActivityLog: ...
     @property
     def name(self) -> str: ...
+    @property
+    def stalls(self) -> StallLog | None:
+        """
+        None if compute runs on the host's threads.
+        """
     @property
     def to_device_statistics(self) -> LaneStatistics: ...
     @property

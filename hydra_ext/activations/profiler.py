@@ -80,7 +80,7 @@ class Profiler:
         self._layout = layout
         self._core = core
         self._activation_bytes = activation_bytes
-        self._clock = _Clock(device)
+        self._clock = _Clock(device, core.memory.backend.stalls)
         self._names = {module: name for name, module in model.named_modules()}
         self._storages = _Storages(model)
         self._calls: dict[nn.Module, list[_Call]] = {module: [] for module in self._names}
@@ -399,23 +399,35 @@ class _MeasuredCall(StandIn):
 
 
 class _Clock:
-    """Time that a device computes: of the thread on the CPU, which waits take none of, or of the stream on a GPU."""
+    """Time that a device computes: of the thread on the CPU, which waits take none of.
 
-    def __init__(self, device: torch.device) -> None:
+    On a GPU it is that of the stream, without its stalls. Where the host is late it is the host's time.
+    """
+
+    def __init__(self, device: torch.device, stalls: _C.StallLog | None) -> None:
         self._on_gpu = device.type == "cuda"
         self._device = device
+        self._stalls = stalls
+        if stalls is not None:
+            stalls.start()
 
     def mark(self) -> Any:
         if not self._on_gpu:
             return time.thread_time()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event, 0 if self._stalls is None else self._stalls.count
 
     def settle(self) -> None:
         """Waits until the marks have their times."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
+        if self._stalls is not None:
+            self._stalls.stop()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1000 if self._on_gpu else float(end - begin)
+        if not self._on_gpu:
+            return float(end - begin)
+        (began, first), (ended, last) = begin, end
+        stalled = 0.0 if self._stalls is None else self._stalls.seconds(first, last)
+        return max(0.0, float(began.elapsed_time(ended)) / 1000 - stalled)

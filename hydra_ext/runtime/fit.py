@@ -203,6 +203,11 @@ class Fit:
         """Of steps as they are now."""
         return self._steps.planner
 
+    @property
+    def _stalls(self) -> _C.StallLog | None:
+        """Of a GPU's compute."""
+        return self._owner.core.memory.backend.stalls
+
     def _turn_to(self, size: StepSize) -> None:
         steps = self._sizes.steps_of(size)
         if steps is not self._steps and self._profiler is not None:  # a forward without a backward
@@ -251,7 +256,11 @@ class Fit:
             else:
                 setbacks.frugal_steps += 1
             setbacks.failures = 0
-        self._began = self._clocks() if self._steps.rung is Rung.PLANNED else None
+        self._began = None
+        if self._steps.rung is Rung.PLANNED:
+            if self._stalls is not None:
+                self._stalls.start()
+            self._began = self._clocks()
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
@@ -309,25 +318,35 @@ class Fit:
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:
-        """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
+        """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays.
+
+        If compute takes half as long again as foreseen, or two thirds, those plans were made for another machine:
+        others are made at once.
+        """
         trials = self._steps.trials.get(self._kind)
         if self._began is None or trials is None:
             return
         setbacks = self._steps.setbacks
         setbacks.failures = setbacks.rescues = setbacks.futile = 0
         took = self._clocks().since(self._began)
+        if self._stalls is not None:
+            self._stalls.stop()
         refused = [] if trials.has_begun else self._refused(trials.planned)
         if refused:
             self.planner.refuse(refused)
             self._steps.trials.clear()
             return
-        if not trials.note(took):
+        planned = trials.planned
+        all_timed = trials.note(took)
+        is_far_off = planned in trials.seconds and trials.usual is None and planned.is_far_off(took)
+        if not all_timed and not (is_far_off and trials.replans < _REPLANS):
             self._watch(took.seconds, trials.usual)
             return
         if trials.replans == _REPLANS:
             return
         self.planner.update_seconds = trials.update_seconds
-        if self.planner.learn(trials.planned, trials.seconds[trials.planned]):
+        judged = trials.planned if all_timed else planned
+        if self.planner.learn(judged, trials.seconds[judged]):
             trials.replans += 1
             trials.try_also(self._plans())
 
@@ -351,9 +370,9 @@ class Fit:
     def _clocks(self) -> StepSeconds:
         from hydra_ext.runtime.step_planner import StepSeconds
 
-        on_gpu = self._owner.device.type == "cuda"
-        computed = None if on_gpu else compute_seconds()
-        return StepSeconds(time.perf_counter(), computed, self._owner.core.update.seconds)
+        now, stalls = time.perf_counter(), self._stalls
+        computed = compute_seconds() if stalls is None else now - stalls.seconds(0, stalls.count)
+        return StepSeconds(now, computed, self._owner.core.update.seconds)
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 

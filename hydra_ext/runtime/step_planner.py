@@ -32,6 +32,7 @@ _CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in
 _TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
 _OFF = 0.3  # a step whose forecast, made anew, differs by more is planned again (on a GPU: one that took so)
 _COMPUTE_OFF = 0.1  # so is one whose compute does, where that is known
+_COMPUTE_FAR_OFF = 0.5  # and at once if compute does so
 _TURNS = 2  # of each plan that is timed, before they are compared
 _TIMED = 2  # steps of a turn that count
 _LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
@@ -46,7 +47,7 @@ class StepSeconds:
 
     Attributes:
         seconds: In all.
-        computed: Of the thread that computes, without waits; None on a GPU, where no thread does.
+        computed: Of the thread that computes, without waits; on a GPU, of the step without stalls of its stream.
         updated: Of the threads that update weights behind the next forward.
     """
 
@@ -149,6 +150,10 @@ class PlannedStep:
         elif not _differs(computed, foreseen, _COMPUTE_OFF):
             return None
         return self.problem.setting.slowness * min(max(computed / max(foreseen, 1e-9), 0.5), 2.0)
+
+    def is_far_off(self, took: StepSeconds) -> bool:
+        """Whether compute took half as long again as foreseen, or two thirds; False where that is not known."""
+        return took.computed is not None and _differs(took.computed, self.found.compute_seconds, _COMPUTE_FAR_OFF)
 
     @cached_property
     def _treatment(self) -> tuple[object, ...]:

@@ -154,6 +154,27 @@ def test_a_forecast_is_corrected_where_the_first_microbatch_took_longer_than_oth
         assert foreseen[-1] == pytest.approx(took[-1], rel=0.15)
 
 
+def test_a_forecast_that_is_far_off_is_corrected_before_all_plans_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layered(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    with (
+        Ticks(0.0) as clock,
+        hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run,
+    ):
+        monkeypatch.setattr(time, "thread_time", lambda: clock.now)
+        monkeypatch.setattr(fit, "compute_seconds", lambda: clock.now)
+
+        def fn(x: Tensor) -> Tensor:
+            clock.rate = 1.0 if clock.now else 5.0
+            return loss_of(model, x)
+
+        foreseen = []
+        for _ in range(4):  # the first is measured, the second does not count, the third is far off
+            run.step(data(4), fn)
+            foreseen.append(run.plan().lanes["compute"])
+        assert foreseen[0] == foreseen[1]
+        assert foreseen[3] < 0.6 * foreseen[0]
+
+
 def test_a_plan_is_judged_anew_with_what_was_learnt_since() -> None:
     model = Layered(nn.Linear(WIDTH, WIDTH) for _ in range(3))
     with hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run:

@@ -14,9 +14,17 @@ void bind_transfer(py::module_& module) {
       .def_readonly("busy_seconds", &LaneStatistics::busy_seconds);
   py::class_<FileOperations, std::shared_ptr<FileOperations>>(module, "FileOperations");
   py::class_<FaultInjector, std::shared_ptr<FaultInjector>>(module, "FaultInjector");
+  py::class_<StallLog>(module, "StallLog", "Seconds in which a device's compute waited for lanes.")
+      .def("start", &StallLog::start, "Turns the log on. It is empty then.")
+      .def("stop", &StallLog::stop)
+      .def_property_readonly("count", &StallLog::count)
+      .def("seconds", &StallLog::seconds, py::arg("first"), py::arg("end"), py::call_guard<py::gil_scoped_release>(),
+           "Of the stalls from one number up to and without another. Waits until the device has ended them.");
   py::class_<DeviceBackend, std::shared_ptr<DeviceBackend>>(module, "DeviceBackend")
       .def_property_readonly("name", &DeviceBackend::name)
       .def_property_readonly("activity", &DeviceBackend::activity, py::return_value_policy::reference_internal)
+      .def_property_readonly("stalls", &DeviceBackend::stalls, py::return_value_policy::reference_internal,
+                             "None if compute runs on the host's threads.")
       .def_property_readonly("to_device_statistics",
                              [](DeviceBackend& device) { return device.to_device().statistics(); })
       .def_property_readonly("to_host_statistics", [](DeviceBackend& device) { return device.to_host().statistics(); });

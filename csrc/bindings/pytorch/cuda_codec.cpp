@@ -9,6 +9,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/memory/number_format.h"
 #include "csrc/pytorch/stash/coder.h"
+#include "csrc/pytorch/stash/saved_digest.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
 namespace py = pybind11;
@@ -87,6 +88,7 @@ void bind_cuda_codec(py::module_& module) {
            py::arg("keep_signs"), py::arg("fast"), "Returns how many bytes of the stream are used.");
   part.def("decompress_on_cuda", &decompress, py::arg("stream"), py::arg("numbers"));
   set_cuda_coders(cuda_coders());
+  set_add_by_place(add_by_place_on_cuda());
 }
 
 }  // namespace hydra

@@ -53,6 +53,7 @@ void LeavingGradients::wait_for(const Leaving& leaving) noexcept {
   if (!leaving.ticket->finished()) {
     const ActivityRange range(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForGradients,
                               {.block = leaving.parameter->page->block, .part = leaving.parameter->name});
+    const Stall stall(backend_.stalls());
     leaving.ticket->wait_quietly();
   }
 }

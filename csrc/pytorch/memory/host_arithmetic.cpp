@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "csrc/base/host_work.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/memory/landing_ring.h"
 
@@ -23,8 +24,10 @@ constexpr Bytes kMostThreads = LandingRing::kPieceBytes / (kTaskNumbers * static
 
 int threads_for_sharing() { return std::clamp(at::get_num_threads(), 1, static_cast<int>(kMostThreads)); }
 
+Bytes bytes_of_one(const HostNumbers& numbers) { return static_cast<Bytes>(c10::elementSize(numbers.dtype)); }
+
 HostNumbers behind(const HostNumbers& numbers, std::int64_t count) {
-  return {numbers.begin + count * static_cast<Bytes>(c10::elementSize(numbers.dtype)), numbers.dtype};
+  return {numbers.begin + count * bytes_of_one(numbers), numbers.dtype};
 }
 
 at::Tensor view_of(const HostNumbers& numbers, std::int64_t count) {
@@ -44,11 +47,15 @@ void add_some(const HostNumbers& to, const HostNumbers& from, std::int64_t count
 HostArithmetic::HostArithmetic() : threads_(threads_for_sharing()) {}
 
 void HostArithmetic::convert(const HostNumbers& to, const HostNumbers& from, std::int64_t count) {
-  share(&convert_some, to, from, count);
+  if (!host_work_taken(count * (bytes_of_one(to) + bytes_of_one(from)))) {
+    share(&convert_some, to, from, count);
+  }
 }
 
 void HostArithmetic::add(const HostNumbers& to, const HostNumbers& from, std::int64_t count) {
-  share(&add_some, to, from, count);
+  if (!host_work_taken(count * (2 * bytes_of_one(to) + bytes_of_one(from)))) {
+    share(&add_some, to, from, count);
+  }
 }
 
 void HostArithmetic::share(Loop loop, const HostNumbers& to, const HostNumbers& from, std::int64_t count) {

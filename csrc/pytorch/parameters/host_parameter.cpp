@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "csrc/base/host_work.h"
 #include "csrc/io/spill_file.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/parameters/withheld.h"
@@ -223,7 +224,9 @@ bool adopt_into(const at::Tensor& host, const ArenaRegionPtr& region, Bytes offs
   if (!sole || !implementation->resizable() || c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {
     return false;
   }
-  std::memcpy(region->data() + offset, storage.data(), static_cast<std::size_t>(host.nbytes()));
+  if (!host_work_taken(2 * static_cast<Bytes>(host.nbytes()))) {
+    std::memcpy(region->data() + offset, storage.data(), static_cast<std::size_t>(host.nbytes()));
+  }
   implementation->set_data_ptr_noswap(data_pointer_into(region, offset));
   return true;
 }

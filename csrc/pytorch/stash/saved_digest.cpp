@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "csrc/base/place_sum.h"
 #include "csrc/pytorch/model/paged_model.h"
 
 namespace hydra {
@@ -16,10 +17,11 @@ namespace {
 
 constexpr Bytes kChunk = Bytes{1} << 20;                // one thread's share of a large tensor
 constexpr std::int64_t kItems = std::int64_t{1} << 20;  // the most that are reduced at a time on a device
-// Odd numbers without a pattern, taken from XXH64.
-constexpr auto kFactor1 = static_cast<std::int64_t>(0x9E3779B185EBCA87ULL);
-constexpr auto kFactor2 = static_cast<std::int64_t>(0xC2B2AE3D27D4EB4FULL);
-constexpr auto kFactor3 = static_cast<std::int64_t>(0x165667B19E3779F9ULL);
+constexpr auto kFactor1 = static_cast<std::int64_t>(kPlaceFactor1);
+constexpr auto kFactor2 = static_cast<std::int64_t>(kPlaceFactor2);
+constexpr auto kFactor3 = static_cast<std::int64_t>(kPlaceFactor3);
+
+AddByPlace add_by_kernel = nullptr;  // set when the extension is loaded
 
 struct Dimension {
   std::int64_t size;
@@ -121,8 +123,8 @@ void add_by_place(const at::Tensor& part, std::int64_t first, at::Tensor& sum) {
   items = items.view(integer_of(items.itemsize()));
   at::Tensor mixed = items.to(at::kLong, /*non_blocking=*/false, /*copy=*/true);
   mixed.mul_(kFactor1).add_(at::arange(first, first + items.numel(), mixed.options()).mul_(kFactor2));
-  mixed.bitwise_xor_(mixed.bitwise_right_shift(29)).mul_(kFactor3);
-  mixed.bitwise_xor_(mixed.bitwise_right_shift(32));
+  mixed.bitwise_xor_(mixed.bitwise_right_shift(kPlaceShift1)).mul_(kFactor3);
+  mixed.bitwise_xor_(mixed.bitwise_right_shift(kPlaceShift2));
   sum.add_(mixed.sum());
 }
 
@@ -178,8 +180,12 @@ bool SavedDigest::equals(const SavedDigest& other) const {
 at::Tensor reduced_by_place(const at::Tensor& tensor) {
   const at::AutoDispatchBelowAutograd numbers_only;
   at::Tensor sum = at::zeros({}, tensor.options().dtype(at::kLong));
-  add_by_place(tensor, 0, sum);
+  if (add_by_kernel == nullptr || !add_by_kernel(tensor, sum)) {
+    add_by_place(tensor, 0, sum);
+  }
   return sum;
 }
+
+void set_add_by_place(AddByPlace add) noexcept { add_by_kernel = add; }
 
 }  // namespace hydra

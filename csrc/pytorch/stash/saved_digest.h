@@ -43,7 +43,13 @@ class SavedDigest {
   std::size_t count_ = 0;
 };
 
-/// Reduces a tensor to one number on its own device, with operators of torch. Used for tensors on GPUs.
+/// Reduces a tensor to one number on its own device, the sum of place_sum.h. Used for tensors on GPUs.
 at::Tensor reduced_by_place(const at::Tensor& tensor);
+
+/// Adds a tensor's sum to a number on the same device. Returns false, and adds nothing, if it cannot.
+using AddByPlace = bool (*)(const at::Tensor& tensor, const at::Tensor& sum);
+/// What takes the place of operators of torch; builds with CUDA set it before any digest is made.
+void set_add_by_place(AddByPlace add) noexcept;
+AddByPlace add_by_place_on_cuda() noexcept;
 
 }  // namespace hydra

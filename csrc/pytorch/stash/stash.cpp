@@ -177,6 +177,7 @@ void Stash::wait_for_room(Ticket& ticket) {
   const Clock::time_point start = Clock::now();
   {
     const ReleaseGilIfHeld released;
+    const Stall stall(backend_->stalls());
     ticket.wait_quietly();
   }
   const Lock lock(*index_);

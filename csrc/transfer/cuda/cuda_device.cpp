@@ -12,6 +12,7 @@ CudaDevice::CudaDevice(int device, cudaStream_t home, CurrentStream current_stre
       home_(home),
       current_stream_(std::move(current_stream)),
       events_(device, /*timed=*/false),
+      stalls_(device, current_stream_),
       slots_(std::move(slots)),
       to_device_(device, cudaMemcpyHostToDevice, activity()),
       to_host_(device, cudaMemcpyDeviceToHost, activity()) {}
@@ -45,6 +46,7 @@ FencePtr CudaDevice::record_use() {
 }
 
 void CudaDevice::compute_waits(Ticket& ticket) {
+  const Stall stall(&stalls_);
   ticket.wait_enqueued();
   const auto* known = dynamic_cast<const CudaTicket*>(&ticket);
   if (known == nullptr || ticket.finished()) {
@@ -60,12 +62,14 @@ void CudaDevice::compute_follows(const FencePtr& fence) {
   if (mark == nullptr) {
     DeviceBackend::compute_follows(fence);
   } else if (!mark->reached()) {
+    const Stall stall(&stalls_);
     const CudaDeviceGuard guard(device_);
     mark->hold_back(current_stream_());
   }
 }
 
 void CudaDevice::slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept {
+  const Stall stall(&stalls_);
   try {
     const CudaDeviceGuard guard(device_);
     if (ticket != nullptr) {

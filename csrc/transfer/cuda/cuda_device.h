@@ -12,6 +12,7 @@
 #include <string>
 
 #include "csrc/transfer/cuda/cuda_lane.h"
+#include "csrc/transfer/cuda/cuda_stall_log.h"
 #include "csrc/transfer/device_backend.h"
 
 namespace hydra {
@@ -36,6 +37,7 @@ class CudaDevice : public DeviceBackend {
   void compute_follows(const FencePtr& fence) override;
   void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept override;
   void expect_usable() override;
+  StallLog* stalls() noexcept override { return &stalls_; }
 
   int device() const noexcept { return device_; }
   cudaStream_t home() const noexcept { return home_; }
@@ -49,6 +51,7 @@ class CudaDevice : public DeviceBackend {
   const cudaStream_t home_;
   const CurrentStream current_stream_;
   CudaEventPool events_;
+  CudaStallLog stalls_;
   std::unique_ptr<Resource> slots_;
   CudaLane to_device_;
   CudaLane to_host_;

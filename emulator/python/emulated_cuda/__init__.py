@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     from emulated_cuda._machine import (
         allocations,
         calls,
+        clock_report,
+        clock_runs,
         configure,
         device_of,
         events,
         fail,
         fault_message,
+        host_work_address,
         memory_is_guarded,
         operator_calls,
         registrations,
         reset,
         set_delays,
         set_fault,
+        start_clock,
+        stop_clock,
         streams,
         wrong_device,
     )
@@ -55,6 +60,11 @@ __all__ = [
     "wrong_device",
     "calls",
     "operator_calls",
+    "start_clock",
+    "stop_clock",
+    "clock_runs",
+    "clock_report",
+    "host_work_address",
 ]
 
 _LIBRARY = "libemulated_cuda.so"

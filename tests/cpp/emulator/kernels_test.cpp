@@ -1,4 +1,5 @@
-// The CUDA sources, translated and run on the emulated device, give the bytes of the host's codec and optimizer.
+// The CUDA sources, translated and run on the emulated device, give the bytes of the host's codec, optimizer and
+// digests.
 //
 // Arrays lie in the host's memory, each as long as it has to be: there AddressSanitizer sees an access beside them.
 #include <gtest/gtest.h>
@@ -19,6 +20,7 @@
 #include "tests/cpp/emulator/runtime_support.h"
 #include "tests/cpp/optim/support.h"
 #include "translated/cuda_codec.cpp"
+#include "translated/cuda_place_sum.cpp"
 #include "translated/cuda_step.cpp"
 #include "translated/cuda_window_codes.cpp"
 
@@ -420,6 +422,61 @@ TEST(OptimizerKernels, SumSquaresAsTheHostDoes) {
             << count;
       }
     }
+  }
+}
+
+}  // namespace
+}  // namespace hydra
+
+namespace hydra {
+namespace {
+
+template <class Item>
+std::uint64_t place_sum(const Item* items, const PlaceLayout& layout) {
+  std::uint64_t sum = 0;
+  std::int64_t place = 0;
+  const auto visit = [&](const auto& self, int dimension, std::int64_t offset) -> void {
+    if (dimension == layout.dimensions) {
+      std::uint64_t mix = static_cast<std::uint64_t>(std::int64_t{items[offset]}) * kPlaceFactor1;
+      mix += static_cast<std::uint64_t>(place++) * kPlaceFactor2;
+      mix = (mix ^ static_cast<std::uint64_t>(static_cast<std::int64_t>(mix) >> kPlaceShift1)) * kPlaceFactor3;
+      sum += mix ^ static_cast<std::uint64_t>(static_cast<std::int64_t>(mix) >> kPlaceShift2);
+      return;
+    }
+    const auto at = static_cast<std::size_t>(dimension);
+    for (std::int64_t i = 0; i < layout.sizes.at(at); ++i) {
+      self(self, dimension + 1, offset + i * layout.strides.at(at));
+    }
+  };
+  visit(visit, 0, 0);
+  return sum;
+}
+
+template <class Item>
+void expect_place_sum(const PlaceLayout& layout, std::size_t count) {
+  std::mt19937_64 random(1);
+  std::vector<Item> items(count);
+  std::ranges::generate(items, [&] { return static_cast<Item>(random()); });
+  const OwnStream on;
+  unsigned long long sum = 5;
+  expect_done(on, launch_place_sum(items.data(), sizeof(Item), layout, &sum, on));
+  EXPECT_EQ(sum, 5 + place_sum(items.data(), layout));
+}
+
+TEST(PlaceSumKernel, GivesTheSumOfTheHost) {
+  const std::vector<std::pair<PlaceLayout, std::size_t>> layouts{
+      {{1, {1}, {1}}, 1},
+      {{1, {9000}, {1}}, 9000},
+      {{1, {300}, {3}}, 898},
+      {{2, {70, 40}, {1, 70}}, 2800},     // transposed
+      {{3, {3, 50, 7}, {0, 9, 1}}, 448},  // repeated, and rows with gaps
+      {{5, {2, 3, 4, 5, 6}, {1, 2, 6, 24, 120}}, 720},
+  };
+  for (const auto& [layout, count] : layouts) {
+    expect_place_sum<std::int8_t>(layout, count);
+    expect_place_sum<std::int16_t>(layout, count);
+    expect_place_sum<std::int32_t>(layout, count);
+    expect_place_sum<std::int64_t>(layout, count);
   }
 }
 
