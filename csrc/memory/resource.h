@@ -19,6 +19,8 @@ class Resource {
   /// memory; then nothing has changed.
   virtual void* allocate(Bytes bytes) = 0;
   virtual void release(void* pointer, Bytes bytes) noexcept = 0;
+  /// The bytes that an allocation of `bytes` takes.
+  virtual Bytes taken_by(Bytes bytes) const noexcept { return bytes; }
 };
 
 /// Memory from the heap.

@@ -51,8 +51,6 @@ class DeviceBackend {
   /// Slot memory, which is charged to no ledger. Reuse is immediate: compute enqueued before allocate() may still read
   /// the memory it returns, so a lane that writes to the memory waits for record().
   virtual Resource& slots() noexcept = 0;
-  /// The bytes that a slot of `bytes` takes on the device.
-  virtual Bytes slot_bytes(Bytes bytes) const noexcept { return bytes; }
   virtual Lane& to_device() noexcept = 0;
   virtual Lane& to_host() noexcept = 0;
 

@@ -399,7 +399,9 @@ class StallLog:
     """
     Seconds in which a device's compute waited for lanes.
     """
-    def seconds(self, first: int, end: int) -> float:
+    def seconds(
+        self, first: typing.SupportsInt | typing.SupportsIndex, end: typing.SupportsInt | typing.SupportsIndex
+    ) -> float:
         """
         Of the stalls from one number up to and without another. Waits until the device has ended them.
         """
@@ -417,7 +419,7 @@ class DeviceBackend:
     @property
     def name(self) -> str: ...
     @property
-    def stalls(self) -> StallLog | None:
+    def stalls(self) -> StallLog:
         """
         None if compute runs on the host's threads.
         """

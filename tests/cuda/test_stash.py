@@ -127,7 +127,7 @@ def test_streams_that_share_a_saved_tensor_all_wait_for_it() -> None:
 
 
 def test_memory_that_came_back_is_not_used_again_while_another_stream_reads_it() -> None:
-    """The reader on the other stream is late. The stream that saved reads last, and needs memory of this size at once."""
+    """The reader on the other stream is late. The stream that saved reads last, and allocates as much at once."""
     home, side = torch.cuda.current_stream(), torch.cuda.Stream()
     x, u = torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda").requires_grad_()
     of_home = torch.randn(512, 512, device="cuda").requires_grad_()

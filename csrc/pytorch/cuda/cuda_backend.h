@@ -26,7 +26,6 @@ class CudaBackend final : public CudaDevice, public DeviceMath {
   /// The calling thread's current stream on `device` becomes the main stream.
   static std::shared_ptr<CudaBackend> make(int device);
 
-  Bytes slot_bytes(Bytes bytes) const noexcept override { return CudaSlots::rounded(bytes); }
   std::shared_ptr<void> serve(MemoryClient client) override;
   DeviceMeter meter(Bytes budget) override;
   CudaMemory memory() const;

@@ -27,6 +27,7 @@ class CudaSlots final : public Resource {
 
   void* allocate(Bytes bytes) override;
   void release(void* pointer, Bytes bytes) noexcept override;
+  Bytes taken_by(Bytes bytes) const noexcept override { return rounded(bytes); }
 
   int device() const noexcept { return device_; }
   Bytes live_bytes() const noexcept { return live_.load(std::memory_order_relaxed); }

@@ -77,7 +77,7 @@ std::int32_t PagedModel::add_block(std::string name,
   auto backing = blocks_.add(name, parameters, weak_from_this(), [this](HostParameter& parameter) {
     gradients_.install_hooks(parameter, [this, &parameter] { rounds_.note_summed(parameter); });
   });
-  const Bytes bytes = memory_.backend().slot_bytes(backing->slot_bytes());
+  const Bytes bytes = memory_.backend().slots().taken_by(backing->slot_bytes());
   return pager_.add_block(std::move(name), bytes, std::move(backing));
 }
 

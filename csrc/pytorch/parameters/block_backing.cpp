@@ -8,16 +8,15 @@
 
 namespace hydra {
 
-BlockBacking::BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena,
-                           HostArithmetic& arithmetic)
-    : parameters_(std::move(parameters)), arena_(arena), arithmetic_(arithmetic) {
+BlockBacking::BlockBacking(std::vector<HostParameter*> parameters, SharedHost& shared)
+    : parameters_(std::move(parameters)), shared_(shared) {
   for (HostParameter* parameter : parameters_) {
     parameter->page->offset = slot_bytes_;
     home_offsets_.push_back(home_bytes_);
     slot_bytes_ += round_up(parameter->face_bytes(), kPageAlignment);
     home_bytes_ += round_up(parameter->host_bytes(), kPageAlignment);
   }
-  home_ = std::make_shared<ArenaRegion>(arena, home_bytes_);
+  home_ = std::make_shared<ArenaRegion>(shared_.arena, home_bytes_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HostParameter& parameter = *parameters_[i];
     parameter.adopted = adopt_into(parameter.host, home_, home_offsets_[i]);
@@ -61,7 +60,7 @@ void BlockBacking::cast_into_staging() {
     return;
   }
   ArenaRegionPtr& region = staging_.region;
-  region = region ? region : std::make_shared<ArenaRegion>(arena_, slot_bytes_);
+  region = region ? region : std::make_shared<ArenaRegion>(shared_.arena, slot_bytes_);
   for (const HostParameter* parameter : parameters_) {
     cast(*parameter, source_of(*parameter), region->data() + parameter->page->offset);
   }
@@ -70,8 +69,8 @@ void BlockBacking::cast_into_staging() {
 
 void BlockBacking::cast(const HostParameter& parameter, const std::byte* from, std::byte* to) const {
   // Both have the same layout, without gaps: equal ranges of their memory have the same elements.
-  arithmetic_.convert({to, parameter.face.scalar_type()}, {const_cast<std::byte*>(from), parameter.host.scalar_type()},
-                      parameter.host.numel());
+  shared_.casting.convert({to, parameter.face.scalar_type()},
+                          {const_cast<std::byte*>(from), parameter.host.scalar_type()}, parameter.host.numel());
 }
 
 void BlockBacking::wait_before_fill(std::shared_ptr<DeferredUpdate> update) {
@@ -228,7 +227,7 @@ void BlockBacking::take_aside() {
     if (parameter.withheld()) {
       continue;
     }
-    aside_ = aside_ ? aside_ : std::make_shared<ArenaRegion>(arena_, home_bytes_);
+    aside_ = aside_ ? aside_ : std::make_shared<ArenaRegion>(shared_.arena, home_bytes_);
     const auto bytes = static_cast<std::size_t>(parameter.host_bytes());
     std::memcpy(aside_->data() + home_offsets_[i], parameter.host_data(), bytes);
     is_aside_[i] = true;

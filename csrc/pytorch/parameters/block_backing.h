@@ -31,11 +31,16 @@ namespace hydra {
 
 class WeightLoans;
 
+/// What the backings of a model share.
+struct SharedHost {
+  std::shared_ptr<HostArena> arena;
+  HostArithmetic casting{};  // apart from that of gradients, which must not wait for a block's cast
+};
+
 class BlockBacking final : public BlockClient {
  public:
-  /// Moves the hosts' bytes into `arena`, as far as that is possible. `arithmetic` has to outlive this object.
-  BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena,
-               HostArithmetic& arithmetic);
+  /// Moves the hosts' bytes into the arena, as far as that is possible. `shared` has to outlive this object.
+  BlockBacking(std::vector<HostParameter*> parameters, SharedHost& shared);
 
   Job fill(void* slot) override;
   Job write_back(void* slot) override;
@@ -90,8 +95,7 @@ class BlockBacking final : public BlockClient {
   Staging staging_;
   ArenaRegionPtr aside_;        // the hosts' bytes while the hosts are poisoned: as pinned as they
   std::vector<bool> is_aside_;  // for each parameter
-  std::shared_ptr<HostArena> arena_;
-  HostArithmetic& arithmetic_;
+  SharedHost& shared_;
   std::shared_ptr<WeightLoans> loans_;
   std::atomic<bool> on_disk_{false};
   std::mutex update_mutex_;

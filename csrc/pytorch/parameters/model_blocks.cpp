@@ -8,7 +8,7 @@
 namespace hydra {
 
 ModelBlocks::ModelBlocks(std::shared_ptr<HostArena> arena, c10::Device device, std::optional<at::ScalarType> face_dtype)
-    : arena_(std::move(arena)), device_(device), face_dtype_(face_dtype) {}
+    : shared_{.arena = std::move(arena)}, device_(device), face_dtype_(face_dtype) {}
 
 std::unique_ptr<BlockBacking> ModelBlocks::add(std::string name,
                                                const std::vector<std::pair<std::string, at::Tensor>>& parameters,
@@ -22,7 +22,7 @@ std::unique_ptr<BlockBacking> ModelBlocks::add(std::string name,
     members.push_back(parameter.get());
     parameters_.push_back(std::move(parameter));
   }
-  auto backing = std::make_unique<BlockBacking>(std::move(members), arena_, casting_);
+  auto backing = std::make_unique<BlockBacking>(std::move(members), shared_);
   backings_.push_back(backing.get());
   names_.push_back(std::move(name));
   return backing;

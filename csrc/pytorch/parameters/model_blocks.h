@@ -49,8 +49,7 @@ class ModelBlocks {
  private:
   std::unique_ptr<HostParameter> make_parameter(const std::string& name, const at::Tensor& host) const;
 
-  std::shared_ptr<HostArena> arena_;
-  HostArithmetic casting_;  // of all backings, apart from that of gradients, which must not wait for a block's cast
+  SharedHost shared_;
   c10::Device device_;
   std::optional<at::ScalarType> face_dtype_;
   std::weak_ptr<PagedModel> owner_;

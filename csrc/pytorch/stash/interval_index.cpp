@@ -177,19 +177,18 @@ void IntervalIndex::note_left(const StashedIntervalPtr& interval, StoredCopyPtr 
 }
 
 void IntervalIndex::note_held(const Lock& /*lock*/, const StashedIntervalPtr& interval) {
-  held_[interval->number()] = interval;
+  if (auto back = away_.extract(interval->number())) {
+    held_.insert(std::move(back));
+  } else {
+    held_[interval->number()] = interval;
+  }
 }
 
-void IntervalIndex::note_freed(const Lock& /*lock*/, const StashedInterval& interval) noexcept {
-  held_.erase(interval.number());
-}
-
-void IntervalIndex::note_away(const Lock& /*lock*/, const StashedIntervalPtr& interval) {
-  away_[interval->number()] = interval;
-}
-
-void IntervalIndex::note_no_longer_away(const Lock& /*lock*/, const StashedInterval& interval) noexcept {
-  away_.erase(interval.number());
+void IntervalIndex::note_freed(const Lock& lock, const StashedInterval& interval) noexcept {
+  auto freed = held_.extract(interval.number());
+  if (freed && interval.is_away(lock)) {
+    away_.insert(std::move(freed));
+  }
 }
 
 void IntervalIndex::note_releasing(const Lock& lock, TicketPtr transfer) {

@@ -173,9 +173,6 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   // Called by intervals about themselves:
   void note_held(const Lock& lock, const StashedIntervalPtr& interval);
   void note_freed(const Lock& lock, const StashedInterval& interval) noexcept;
-  /// Notes that the host alone has the bytes of an interval's form, or that this has ended.
-  void note_away(const Lock& lock, const StashedIntervalPtr& interval);
-  void note_no_longer_away(const Lock& lock, const StashedInterval& interval) noexcept;
   /// Notes a transfer to whose end device memory stays, but no longer: an interval leaves by it, or was freed since.
   void note_releasing(const Lock& lock, TicketPtr transfer);
   /// Lets the interval be found by that storage.
@@ -192,7 +189,8 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   mutable std::mutex mutex_;
   DeviceRoom room_;
   StashFigures figures_;
-  // By their numbers, which are in the order of saving. Each look-up in backward must take no longer the more are saved.
+  // By their numbers, in the order of saving. An interval goes from one to the other. Look-ups in backward must not
+  // take longer the more are saved.
   std::map<std::int64_t, std::weak_ptr<StashedInterval>> held_;  // those that are held and may leave
   std::map<std::int64_t, std::weak_ptr<StashedInterval>> away_;  // those that only the host has
   std::unordered_map<c10::StorageImpl*, std::vector<std::weak_ptr<StashedInterval>>> by_storage_;

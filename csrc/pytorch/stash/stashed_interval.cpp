@@ -113,15 +113,10 @@ void StashedInterval::count_outcome(const Lock& lock) const {
   }
 }
 
-void StashedInterval::advance(const Lock& lock, IntervalState from, IntervalState to) {
+void StashedInterval::advance(const Lock& /*lock*/, IntervalState from, IntervalState to) {
   HYDRA_EXPECT(state_ == from && may_advance(from, to), StateError,
                std::string("internal error: a saved tensor in state ") + name_of(state_) + " was to go from " +
                    name_of(from) + " to " + name_of(to));
-  if (to == kAway) {
-    index_->note_away(lock, shared_from_this());
-  } else if (from == kAway) {
-    index_->note_no_longer_away(lock, *this);
-  }
   state_ = to;
 }
 

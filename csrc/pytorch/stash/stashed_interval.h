@@ -157,6 +157,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   }
   bool is_in_making(const Lock& /*lock*/) const noexcept { return state_ == kMaking; }
   bool is_made(const Lock& /*lock*/) const { return making_->made->reached(); }
+  bool is_away(const Lock& /*lock*/) const noexcept { return state_ == kAway; }
   bool is_on_host_alone(const Lock& /*lock*/) const noexcept;
   /// Returns null if it cannot make room.
   std::optional<IntervalIndex::RoomStep> make_room(const Lock& lock, bool in_backward);
