@@ -104,7 +104,10 @@ void Exchange::write(int peer, Sending& sending) {
     const std::size_t left = (sending.written < size ? size : size + message.header.bytes) - sending.written;
     if (left > 0) {
       const Moved how = moved(::send(to(peer).get(), from, left, MSG_NOSIGNAL), sending.written);
-      sending.gone = how == Moved::kEnded;
+      if (how == Moved::kEnded) {
+        read_answers(peer, sending);  // it may have refused the message before it ended
+        sending.gone = true;
+      }
       if (how != Moved::kSome) {
         return;
       }
