@@ -58,9 +58,9 @@ def stages(contract: Sequence[str], *, emulated: bool) -> list[Stage]:
         Stage("an activation larger than an eighth of the budget", tests("cuda/test_allocator.py", "-k", "any_size")),
         Stage("retries of the allocator", retries, seconds=120),
         Stage(
-            "retries with expandable segments",
+            "retries with fixed segments",
             retries,
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
             seconds=120,
         ),
         Stage("parity under jitter, not poisoned", tests("cuda/test_parity.py", "-k", "as_it_is and jitter")),

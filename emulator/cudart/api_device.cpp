@@ -63,6 +63,7 @@ cudaDeviceProp properties(Device& device) {
   card.memoryBusWidth = 5120;
   card.l2CacheSize = static_cast<int>(51200_KiB);
   card.streamPrioritiesSupported = 1;
+  card.memoryPoolsSupported = 1;
   card.globalL1CacheSupported = 1;
   card.localL1CacheSupported = 1;
   card.computePreemptionSupported = 1;

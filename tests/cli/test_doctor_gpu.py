@@ -34,7 +34,7 @@ def test_a_machine_that_is_set_up_well_has_nothing_to_do() -> None:
     ("facts", "name", "status", "said"),
     [
         (replace(GOOD, allocator="cudaMallocAsync"), "allocator", Status.FAIL, "cudaMallocAsync"),
-        (replace(GOOD, expandable_segments=False), "allocator", Status.WARN, "expandable_segments:True"),
+        (replace(GOOD, expandable_segments=False), "allocator", Status.WARN, "leave expandable_segments out"),
         (replace(GOOD, capabilities=((9, 0), (7, 5))), "capability", Status.WARN, "7.5"),
         (replace(GOOD, process_nodes=(0, 1)), "NUMA", Status.WARN, "--membind=1"),
         (replace(GOOD, process_nodes=(0,)), "NUMA", Status.WARN, "--cpunodebind=1"),

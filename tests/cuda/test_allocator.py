@@ -109,6 +109,54 @@ def test_memory_that_blocks_hold_is_found_from_another_stream() -> None:
         assert total == budget // 2
 
 
+def test_free_pieces_together_serve_an_allocation_larger_than_each() -> None:
+    """Every other piece of a large segment is free. What is asked next fits into the budget, and into no piece."""
+    budget, piece = 1536 * MIB, 60 * MIB
+    model = Spread(layers=64)
+    with offloaded(model, torch.optim.SGD(model.parameters(), lr=0.1), budget=budget) as run:
+        mean_of_squares(model, torch.randn(16, 1024)).backward()
+        run.sync()
+        held = torch.cuda.memory_allocated()
+        assert held > 64 * 4 * MIB
+        torch.empty(16 * piece, dtype=torch.uint8, device="cuda")  # freed at once: the segment of all pieces
+        pieces = [torch.empty(piece, dtype=torch.uint8, device="cuda") for _ in range(16)]
+        pieces = pieces[::2]
+        before = run.report().spills
+        large = torch.empty(7 * piece, dtype=torch.uint8, device="cuda")
+        report = run.report()
+        assert report.spills == before
+        assert report.peak_bytes <= budget
+        del pieces, large
+
+
+@pytest.mark.parametrize("budget", [64 * MIB, 1536 * MIB])
+def test_settings_of_the_allocator_are_as_before(budget: int) -> None:
+    """Segments are expandable meanwhile where the budget is large."""
+    before = _settings()
+    model = nn.Linear(4, 4)
+    with offloaded(model, None, budget=budget):
+        model(torch.ones(4))
+        assert ("expandable_segments:True" in _settings()) == (budget > 1024 * MIB)
+    assert _settings() == before
+
+
+def test_expandable_segments_stay_off_if_the_user_says_so() -> None:
+    before = _settings()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        model = nn.Linear(4, 4)
+        with offloaded(model, None, budget=1536 * MIB):
+            model(torch.ones(4))
+            assert _settings() == "expandable_segments:False"
+        assert _settings() == "expandable_segments:False"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def _settings() -> str:
+    return torch._C._accelerator_getAllocatorSettings()
+
+
 def test_an_allocation_above_the_budget_throws_nothing_out() -> None:
     budget = 128 * MIB
     model = Spread(layers=20)

@@ -6,6 +6,7 @@
 #include "csrc/optim/cuda_step.h"
 #include "csrc/pytorch/cuda/cuda_budget.h"
 #include "csrc/pytorch/cuda/cuda_relief.h"
+#include "csrc/pytorch/cuda/expandable_segments.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
 namespace hydra {
@@ -22,7 +23,8 @@ cudaStream_t current_stream_of(int device) {
 
 struct Service {
   Service(MemoryClient client, CudaSlots& slots)
-      : budget(slots.device(), client.budget), relief(std::move(client), slots) {}
+      : segments(client.budget), budget(slots.device(), client.budget), relief(std::move(client), slots) {}
+  ExpandableSegments segments;  // before the budget, which depends on it
   CudaBudget budget;
   CudaRelief relief;
 };

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "csrc/pytorch/cuda/expandable_segments.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
 namespace hydra {
@@ -40,7 +41,8 @@ void apply(int device, const Limit& limit) {
   std::size_t free = 0;
   std::size_t total = 0;
   HYDRA_CUDA(cudaMemGetInfo(&free, &total));
-  const double fraction = static_cast<double>(limit.budgets) / static_cast<double>(total);
+  const Bytes bytes = limit.budgets - ExpandableSegments::excess(limit.budgets);
+  const double fraction = static_cast<double>(bytes) / static_cast<double>(total);
   allocator::setMemoryFraction(std::min(limit.before, fraction), index);
 }
 

@@ -17,7 +17,10 @@ _ENOUGH_QUEUES = 32
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Facts about torch's GPUs. ``nodes`` are the NUMA nodes next to each; None where the machine does not say."""
+    """Facts about torch's GPUs. ``nodes`` are the NUMA nodes next to each; None where the machine does not say.
+
+    Segments are expandable where a budget is large, unless the user has switched that off.
+    """
 
     allocator: str
     expandable_segments: bool
@@ -34,7 +37,7 @@ def collect(sysfs: Path = Path("/sys")) -> GpuFacts:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return GpuFacts(
         allocator=torch.cuda.memory.get_allocator_backend(),
-        expandable_segments=bool(re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE)),
+        expandable_segments=not re.search(r"expandable_segments\s*:\s*false", settings, re.IGNORECASE),
         capabilities=tuple((each.major, each.minor) for each in properties),
         nodes=tuple(node_of(_address(each), sysfs) for each in properties),
         process_nodes=process_nodes(os.sched_getaffinity(0), sysfs),
@@ -94,9 +97,9 @@ def _allocator(facts: GpuFacts) -> Check:
         detail = f"torch allocates by '{facts.allocator}', which takes no budget: offload refuses it"
         return Check(name, Status.FAIL, detail, "no backend: in PYTORCH_ALLOC_CONF, and no change_current_allocator")
     if facts.expandable_segments:
-        return Check(name, Status.OK, "torch's own, with expandable segments")
+        return Check(name, Status.OK, "torch's own; offload makes its segments expandable")
     detail = "torch's own, with fixed segments: more of a budget lies in pieces that nothing fits into"
-    return Check(name, Status.WARN, detail, "set PYTORCH_ALLOC_CONF=expandable_segments:True")
+    return Check(name, Status.WARN, detail, "leave expandable_segments out of PYTORCH_ALLOC_CONF")
 
 
 def _capability(capabilities: Sequence[tuple[int, int]]) -> Check:
