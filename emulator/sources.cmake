@@ -3,7 +3,8 @@
 set(HYDRA_EMULATED_RUNTIME_SOURCES # no torch, no Python
   emulator/cudart/api_copy.cpp emulator/cudart/api_device.cpp emulator/cudart/api_error.cpp
   emulator/cudart/api_event.cpp emulator/cudart/api_memory.cpp emulator/cudart/api_stream.cpp emulator/cudart/call.cpp
-  emulator/cudart/control.cpp emulator/cudart/device_memory.cpp emulator/cudart/engine.cpp emulator/cudart/machine.cpp
+  emulator/cudart/control.cpp emulator/cudart/device_memory.cpp emulator/cudart/engine.cpp emulator/cudart/host_time.cpp
+  emulator/cudart/idle_time.cpp emulator/cudart/machine.cpp
   emulator/cudart/memory_guard.cpp emulator/cudart/pinned_memory.cpp emulator/cudart/quiet_process.cpp
   emulator/cudart/script.cpp emulator/cudart/stream.cpp emulator/cudart/virtual_clock.cpp)
 set(HYDRA_EMULATED_KERNEL_SOURCES # no torch, no Python

@@ -28,6 +28,7 @@ cudaError_t launch(cudaStream_t stream, std::function<void()> kernel, const Kern
         return cudaErrorInvalidResourceHandle;  // copies may cross devices, kernels may not
       }
       if (VirtualClock& clock = VirtualClock::get(); clock.runs()) {
+        HostTime::get().count_this_thread();
         clock.charge(clock.speeds().launch_seconds);
       }
       push_foreign(known, std::move(kernel), Task::of(work));

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <ctime>
 #include <memory>
 
 #include "emulator/cudart/quiet_process.h"
@@ -13,35 +12,13 @@ namespace {
 
 constexpr std::chrono::microseconds kBetweenLooks{50};
 
-std::int64_t processor_time(clockid_t clock) noexcept {
-  timespec time{};
-  ::clock_gettime(clock, &time);
-  return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-}
-
 Clock::duration duration_of(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
 double seconds_of(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
-thread_local int t_pauses = 0;
-
 }  // namespace
-
-Pause::Pause() noexcept {
-  if (t_pauses++ == 0 && VirtualClock::get().runs()) {
-    ::pthread_getcpuclockid(::pthread_self(), &clock_);
-    VirtualClock::get().begin(*this);
-  }
-}
-
-Pause::~Pause() {
-  --t_pauses;
-  if (begin_ >= 0) {
-    VirtualClock::get().end(*this);
-  }
-}
 
 VirtualClock& VirtualClock::get() {
   static VirtualClock& clock = *std::make_unique<VirtualClock>().release();  // outlives all threads
@@ -53,11 +30,8 @@ void VirtualClock::start(const Speeds& speeds) {
   speeds_ = speeds;
   engines_ = {};
   jumps_.clear();
-  report_ = {};
-  excluded_ = 0;
-  added_ = 0;
-  latest_ = 0;
-  base_ = Clock::now().time_since_epoch().count() - processor_time(CLOCK_PROCESS_CPUTIME_ID);
+  idle_ = {};
+  HostTime::get().start(Clock::now().time_since_epoch().count());
   runs_ = true;
   pacer_ = std::thread([this] { pace(); });
 }
@@ -76,38 +50,9 @@ void VirtualClock::stop() {
   }
 }
 
-Clock::time_point VirtualClock::now() noexcept {
-  const std::int64_t paused = excluded();  // read first: host time is a little late, but never stays ahead
-  std::int64_t time = base_ + processor_time(CLOCK_PROCESS_CPUTIME_ID) - paused + added_;
-  std::int64_t latest = latest_;
-  while (latest < time && !latest_.compare_exchange_weak(latest, time)) {
-  }
-  time = std::max(time, latest);
-  return Clock::time_point(Clock::duration(time));
-}
+Clock::time_point VirtualClock::now() noexcept { return Clock::time_point(Clock::duration(HostTime::get().now())); }
 
-std::int64_t VirtualClock::excluded() noexcept {
-  const std::lock_guard lock(pauses_mutex_);
-  std::int64_t sum = excluded_;
-  for (const Pause* const pause : pauses_) {
-    sum += processor_time(pause->clock_) - pause->begin_;
-  }
-  return sum;
-}
-
-void VirtualClock::begin(Pause& pause) noexcept {
-  const std::lock_guard lock(pauses_mutex_);
-  pause.begin_ = processor_time(pause.clock_);
-  pauses_.push_back(&pause);
-}
-
-void VirtualClock::end(Pause& pause) noexcept {
-  const std::lock_guard lock(pauses_mutex_);
-  pauses_.remove(&pause);
-  excluded_ += processor_time(pause.clock_) - pause.begin_;
-}
-
-void VirtualClock::charge(double seconds) noexcept { added_ += duration_of(seconds).count(); }
+void VirtualClock::charge(double seconds) noexcept { HostTime::get().charge(duration_of(seconds).count()); }
 
 void VirtualClock::wait_until(Clock::time_point time, Unit unit) {
   std::unique_lock lock(mutex_);
@@ -132,10 +77,16 @@ Busy VirtualClock::run(Unit unit, const Ready& ready, double seconds) {
   Engine& engine = engines_.at(static_cast<std::size_t>(unit));
   const Clock::time_point last = engine.last();
   const Busy busy = engine.reserve(begin, duration_of(seconds));
-  if (unit == Unit::kProcessors && last != Clock::time_point{} && busy.begin > last) {
-    note_gap_locked(last, busy.begin, ready);
+  const Clock::time_point past = std::min(now(), busy.begin);
+  engine.forget(past);
+  if (unit == Unit::kProcessors) {
+    if (last != Clock::time_point{} && busy.begin > last) {
+      note_gap_locked(last, busy.begin, ready);
+    } else {
+      idle_.fill(busy);
+    }
+    idle_.forget(past);
   }
-  engine.forget(std::min(now(), busy.begin));
   return busy;
 }
 
@@ -147,30 +98,30 @@ void VirtualClock::use_host_memory(std::int64_t bytes) {
 
 ClockReport VirtualClock::report() {
   const std::lock_guard lock(mutex_);
+  ClockReport report{.seconds = seconds_of(now().time_since_epoch()), .waited = idle_.totals()};
   for (std::size_t unit = 0; unit < engines_.size(); ++unit) {
-    report_.busy.at(unit) = seconds_of(engines_.at(unit).busy());
+    report.busy.at(unit) = seconds_of(engines_.at(unit).busy());
   }
-  report_.seconds = seconds_of(now().time_since_epoch());
-  return report_;
+  return report;
 }
 
 // ---- what the processors wait for -----------------------------------------------------------------------------------
 
 void VirtualClock::note_gap_locked(Clock::time_point begin, Clock::time_point end, const Ready& ready) {
   const Clock::time_point late = std::clamp(ready.enqueued, begin, end);
-  waited(ready.held_by) += seconds_of(end - late);  // it was enqueued, and waited for an event
-  double of_host = seconds_of(late - begin);
   while (!jumps_.empty() && jumps_.front().end <= begin) {
     jumps_.pop_front();
   }
+  Clock::time_point noted = begin;
   for (const Jump& jump : jumps_) {
-    const Clock::duration shared = std::min(jump.end, late) - std::max(jump.begin, begin);
-    if (shared > Clock::duration{}) {
-      waited(jump.unit) += seconds_of(shared);
-      of_host -= seconds_of(shared);
-    }
+    const Clock::time_point from = std::clamp(jump.begin, noted, late);
+    const Clock::time_point to = std::clamp(jump.end, noted, late);
+    idle_.note(noted, from, Unit::kNone);
+    idle_.note(from, to, jump.unit);
+    noted = to;
   }
-  waited(Unit::kNone) += of_host;
+  idle_.note(noted, late, Unit::kNone);
+  idle_.note(late, end, ready.held_by);  // it was enqueued, and waited for an event
 }
 
 // ---- host time ------------------------------------------------------------------------------------------------------
@@ -217,7 +168,7 @@ void VirtualClock::jump_locked() {
   const Clock::time_point from = now();
   const Clock::time_point to = (*earliest)->time;
   if (to > from) {
-    added_ += (to - from).count();
+    HostTime::get().jump((to - from).count());
     jumps_.push_back({.begin = from, .end = to, .unit = (*earliest)->unit});
   }
   wake_due_locked();
@@ -248,5 +199,6 @@ __wrap__ZNSt6chrono3_V212steady_clock3nowEv() noexcept {  // NOLINT: the linker'
   using emulated_cuda::cudart::Clock;
   using emulated_cuda::cudart::VirtualClock;
   VirtualClock& clock = VirtualClock::get();
+  const emulated_cuda::cudart::Pause pause;
   return (clock.runs() ? clock.now() : Clock::now()).time_since_epoch().count();
 }

@@ -141,6 +141,45 @@ TEST_F(UnderTheClock, AThreadThatWorksKeepsTimeFromJumping) {
   EXPECT_NEAR(waiting.get(), 0.1, kClose);
 }
 
+TEST_F(UnderTheClock, ThreadsThatLaunchKernelsAreTheProgram) {
+  const double before = seconds();
+  std::thread([&] {
+    work(0.1);
+    compute(compute_, 0.0);
+    work(0.05);
+  }).join();
+  EXPECT_NEAR(seconds() - before, 0.05, kClose);
+}
+
+TEST_F(UnderTheClock, ChargesOfOtherThreadsAreTheirOwn) {
+  start_clock({.call_seconds = 0.25});
+  const double before = clock_report().seconds;
+  std::thread([] { const OwnEvent event; }).join();
+  EXPECT_NEAR(clock_report().seconds - before, 0.0, kClose);
+}
+
+TEST_F(UnderTheClock, APauseCostsNothing) {
+  constexpr int kCalls = 20000;
+  const double before = seconds();
+  const double began = processor_seconds();
+  for (int i = 0; i < kCalls; ++i) {
+    int device = 0;
+    EXPECT_EQ(cudaGetDevice(&device), cudaSuccess);
+  }
+  EXPECT_LT(seconds() - before, 0.5 * (processor_seconds() - began));
+}
+
+TEST_F(UnderTheClock, AGapThatIsFilledIsNoGap) {
+  compute(compute_, 0.1);
+  copy_in(in_);
+  compute(in_, 1.0);  // after the copy
+  EXPECT_NEAR(waited_for(Unit::kToDevice), 0.9, kClose);
+  compute(compute_, 0.5);
+  EXPECT_NEAR(waited_for(Unit::kToDevice), 0.4, kClose);
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  EXPECT_NEAR(seconds(), 2.0, kClose);
+}
+
 TEST_F(UnderTheClock, ProcessorsWaitForAHostThatIsLate) {
   compute(compute_, 0.01);
   work(0.05);

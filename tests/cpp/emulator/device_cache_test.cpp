@@ -268,6 +268,15 @@ TEST_F(DeviceCacheTest, AnErrorThatWasLeftBehindIsReportedWhenMemoryIsAsked) {
   EXPECT_THROW(allocate(20 * kMiB), runtime::CudaFailure);
 }
 
+TEST_F(DeviceCacheTest, UnderTheClockFreedMemoryTakesNoTime) {
+  start_clock({.device_memory = 1.0, .call_seconds = 1.0});
+  const ClockReport before = clock_report();
+  free(allocate(kMiB));
+  const ClockReport after = clock_report();
+  EXPECT_EQ(after.busy, before.busy);
+  stop_clock();
+}
+
 // ---- expandable segments --------------------------------------------------------------------------------------------
 
 TEST_F(DeviceCacheTest, AnExpandableSegmentGrowsByPages) {
