@@ -59,7 +59,7 @@ class Outbox:
         self._forms: Forms[tuple[object, ...], NumberedForm] = Forms()
         self._layouts = Layouts()
         self._waiting = 0  # messages that were put and are not sent yet
-        self._flushed = False  # somebody waits for sends, or has done so
+        self._flushed = False  # a thread waits for sends, or has waited
         self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
