@@ -12,6 +12,7 @@ from hydra_ext.errors import UnsupportedModel
 from hydra_ext.pipeline.microbatches import OwnStage
 from hydra_ext.pipeline.ranks.gradients import Holder, Partners, SharedWeight
 from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
+from hydra_ext.pipeline.ranks.queues import warn_if_few
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.stages.alike import begin_alike
@@ -86,6 +87,8 @@ def assemble(
         connections = _Connections(parts, stages, schedule, topology, links)
         connections.connect_stages()
         losses, listeners = connections.connect_losses()
+        # Beside its links: the computation, two lanes of a device under a budget, and the mean over the replicas.
+        warn_if_few(links.direct, 1 + 2 * offloaded + (topology.replicas > 1))
         partners = connections.meet(counts)
     except BaseException as error:  # re-raised: no close() is called after this
         watch.fail_with(error)  # first, so that the others learn of the error and not of a lost connection
@@ -177,7 +180,9 @@ class _Connections:
         for replica in range(self._topology.replicas):
             source = self._topology.rank_of(place, replica)
             for target in self._topology.line(replica):
-                end = None if target == source else self._links.connect(source, target, "losses")
+                if target == source:
+                    continue
+                end = self._links.connect(source, target, "losses", through_host=True)
                 if isinstance(end, Outbox):
                     outboxes.append(end)
                 elif end is not None:

@@ -23,6 +23,7 @@ from hydra_ext.schedule import Action, ActionKind, Schedule
 from hydra_ext.state.randomness import host_randomness_kept
 
 _COMPUTES = (ActionKind.FORWARD, ActionKind.BACKWARD)
+_LONG = (*_COMPUTES, ActionKind.UPDATE)  # a thread that is woken for the others would hold them up
 _OF_BATCHES = (ActionKind.REDUCE, ActionKind.BEGIN_UPDATE, ActionKind.UPDATE)
 _NAMES = {
     ActionKind.FORWARD: "in the forward of",
@@ -174,7 +175,8 @@ class Executor:
 
     def _run_one(self, action: Action) -> None:
         self._at = action
-        self._watch.moved()
+        if action.kind in _LONG:
+            self._watch.moved()
         self._waiting.seconds = 0.0
         start = time.perf_counter()
         try:

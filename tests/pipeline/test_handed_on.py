@@ -22,7 +22,7 @@ def test_writing_to_what_is_still_on_its_way_ends_the_pipeline(tmp_path: Path) -
         assert "was written to before it was sent: return a clone()" in error
 
 
-def test_of_structures_that_never_repeat_both_ends_keep_the_last_ones(tmp_path: Path) -> None:
+def test_of_forms_that_never_repeat_both_ends_keep_the_last_ones(tmp_path: Path) -> None:
     (_, sent), (arrived, received) = run_ranks(handed_on.texts_that_never_repeat, folder=tmp_path)
     texts = [f"{number}" if number % 3 else "again" for number in range(200)]
     texts += [f"{number}" for number in range(200)] + ["", "again"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hydra_ext.pipeline.ranks import messages
 from support.pipeline import pipeline_links
 from support.pipeline.pipeline_links import ALIKE, LAYOUTS, WORDY, crossing_bytes
 from support.plain import link_failures
@@ -66,3 +68,32 @@ def test_who_fails_on_a_link_by_itself_is_named_and_not_its_peer(tmp_path: Path)
     assert not named
     assert receiving["no memory for what is expected"][0] == no_memory
     assert sending["no entry of what was sent"][0].startswith("RankFailed: rank 0")  # flush() has not waited in vain
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def words_of_forms(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    sent, arrived = run_ranks(pipeline_links.through_forms, folder=tmp_path_factory.mktemp("forms"))
+    return [{"name": name, "words": sent[name], "wrong": arrived[name]} for name in sent]
+
+
+def test_only_a_new_form_is_described(words_of_forms: list[dict[str, Any]]) -> None:
+    """The words before the tensors of each message: those of the prologue alone, unless its form is new."""
+    for found in words_of_forms:
+        assert found["wrong"] == [], found["name"]
+        described = ["new" if len(words) > 1 else "known" for words in found["words"]]
+        assert all(words[0] == messages.PROLOGUE_WORDS for words in found["words"]), found["name"]
+        changes = found["name"] in pipeline_links.CHANGES
+        assert described == ["new", "known", "new" if changes else "known", "known", "known"], found["name"]
+
+
+def test_a_form_that_was_forgotten_is_described_again(tmp_path: Path) -> None:
+    sent, arrived = run_ranks(pipeline_links.through_many_forms, 70, folder=tmp_path)
+    assert arrived == []
+    assert [len(words) > 1 for words in sent] == [True] * 70 + [True, False]
+
+
+def test_tensors_are_sent_before_they_are_announced(tmp_path: Path) -> None:
+    """So that NCCL's receive on the other GPU waits for no send that has not begun."""
+    order, _ = run_ranks(pipeline_links.order_of_sends, folder=tmp_path)
+    assert order == ["tensors", "words", "words", "tensors", "words"]

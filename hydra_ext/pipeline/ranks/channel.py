@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,11 @@ from hydra_ext.state.layout import Layout
 # of a send or receive only where it is waited for. Without one the timeout counts that its group was made with.
 FOREVER = timedelta(days=30)
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 _CPU = torch.device("cpu")
-_STRUCTURES = 64  # structures that a link keeps
+_FORMS = 64  # that a link keeps
 _WORDS, _TENSORS = 0, 1  # tags; the tag of tensors grows with every new layout
 
 
@@ -30,36 +34,36 @@ class Channel:
     All methods raise :class:`~hydra_ext.pipeline.ranks.transport.TransportError` if the link is broken.
 
     Args:
-        headers: The group for headers and texts, of gloo.
+        words: The group for prologues and descriptions, of gloo.
         payload: The group for tensors: the same one, or a group of NCCL.
         peer: The other rank's rank in both groups.
         device: Where this rank's tensors are.
     """
 
-    def __init__(self, headers: dist.ProcessGroup, payload: dist.ProcessGroup, peer: int, device: torch.device) -> None:
-        self._headers = headers
+    def __init__(self, words: dist.ProcessGroup, payload: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._words = words
         self._payload = payload
         self._peer = peer
-        self._direct = payload is not headers
+        self._direct = payload is not words
         self.device = device if self._direct else _CPU
 
     @property
     def receives_ahead(self) -> bool:
-        """Whether receives may be posted before their headers. That needs tags, and NCCL has none."""
+        """Whether receives may be posted before their prologues. That needs tags, and NCCL has none."""
         return not self._direct
 
     def send_words(self, words: Tensor) -> dist.Work:
         with carrying():
-            return self._headers.send([words], self._peer, _WORDS)
+            return self._words.send([words], self._peer, _WORDS)
 
-    def post_words(self, count: int) -> tuple[Tensor, dist.Work]:
-        words = torch.empty(count, dtype=torch.int64, device="cpu")
+    def post_words(self, words: Tensor) -> dist.Work:
+        """Begins a receive into these words."""
         with carrying():
-            return words, self._headers.recv([words], self._peer, _WORDS)
+            return self._words.recv([words], self._peer, _WORDS)
 
     def receive_words(self, count: int) -> Tensor:
-        words, arriving = self.post_words(count)
-        self.wait(arriving)
+        words = torch.empty(count, dtype=torch.int64, device="cpu")
+        self.wait(self.post_words(words))
         return words
 
     def wait(self, work: dist.Work) -> None:
@@ -69,17 +73,17 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
         """Begins sends of these tensors."""
-        data = [messages.as_bytes(tensor).to(self.device) for tensor in tensors if tensor.numel()]
         if self._direct:
-            return self._batch(dist.isend, data)
+            return self._batch(dist.isend, [messages.as_bytes(each) for each in tensors if each.numel()])
+        data = [_as_gloo_takes(each) for each in tensors if each.numel()]
         with carrying():
             return [self._payload.send([each], self._peer, _TENSORS + layout) for each in data]
 
     def post(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
         """Begins receives into these tensors."""
-        data = [messages.as_bytes(tensor) for tensor in tensors if tensor.numel()]
         if self._direct:
-            return self._batch(dist.irecv, data)
+            return self._batch(dist.irecv, [messages.as_bytes(each) for each in tensors if each.numel()])
+        data = [_as_gloo_takes(each) for each in tensors if each.numel()]
         with carrying():
             return [self._payload.recv([each], self._peer, _TENSORS + layout) for each in data]
 
@@ -106,39 +110,50 @@ class Layouts:
     def __init__(self) -> None:
         self.number = 0
         self.repeats = False
-        self.last: list[Layout] = []
+        self.last: tuple[Layout, ...] = ()
 
-    def note(self, layout: list[Layout]) -> None:
+    def note(self, layout: tuple[Layout, ...]) -> None:
         self.repeats = layout == self.last
         self.number += not self.repeats
         self.last = layout
 
 
-class Structures:
-    """The last structures of a link, by their fingerprints.
+class Forms(Generic[Key, Value]):
+    """The forms that a link has seen last, the same at both ends, since both see the same messages in the same order.
 
-    Both ends keep the same ones, since they see the same messages in the same order. The number of structures is
-    bounded: a text can contain numbers, and so may occur in one message only.
+    Their number is bounded: a structure's text can contain numbers, and so may occur in one message only.
+
+    Attributes:
+        noted: Number of forms so far, those included that have been forgotten.
     """
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[int, str] = OrderedDict()
+        self.noted = 0
+        self._values: OrderedDict[Key, Value] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._values)
 
-    def __contains__(self, fingerprint: int) -> bool:
-        return fingerprint in self._texts
+    def use(self, key: Key) -> Value | None:
+        """The value that the next message's form was noted with; None if the form is new."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
 
-    def __getitem__(self, fingerprint: int) -> str:
-        return self._texts[fingerprint]
+    def note(self, key: Key, value: Value) -> None:
+        """Notes the form of the next message, which is new."""
+        self.noted += 1
+        self._values[key] = value
+        if len(self._values) > _FORMS:
+            self._values.popitem(last=False)
 
-    def note(self, fingerprint: int, text: str) -> None:
-        """Notes the structure of the next message. A known structure keeps its text."""
-        self._texts.setdefault(fingerprint, text)
-        self._texts.move_to_end(fingerprint)
-        if len(self._texts) > _STRUCTURES:
-            self._texts.popitem(last=False)
+
+def _as_gloo_takes(tensor: Tensor) -> Tensor:
+    """A tensor's memory on the host. gloo takes any contiguous tensor there, without a look at its dtype."""
+    if tensor.is_contiguous() and not tensor.is_cuda:
+        return tensor
+    return messages.as_bytes(tensor).cpu()
 
 
 def write_counts(tensors: Sequence[Tensor]) -> list[int]:

@@ -4,11 +4,11 @@ A link has a process group of its own: no message of another link can come betwe
 the other side only. Its sender and its receiver are a thread each; they wait inside torch.distributed. The thread that
 computes only puts messages and takes them. Putting a message begins to send tensors of the host.
 
-A receiver listens for the next header at all times, and so notices when the other process ends. It fetches the tensors
-behind a header only once the message is *expected*, which means that there is room for them. Until then the sender
-holds them. If the last two messages had the same layout, the receives of the next one's tensors are posted before its
-header, when it is expected. The message then needs one trip instead of three. Both ends count changes of the layout and
-tag tensors with that number. So a receive that was posted for another layout meets no message. gloo keeps such receives
+A receiver listens for the next prologue while no message is under way, and so notices when the other process ends. It
+fetches the tensors behind a prologue only once the message is *expected*, which means that there is room for them.
+Until then the sender holds them. If the last two messages had the same layouts, the receives of the next one's tensors
+are posted before its prologue comes. The message then needs one trip. Both ends count changes of the layouts and tag
+tensors with that number. So a receive that was posted for other layouts meets no message. gloo keeps such receives
 until the link ends. If there are many, the receiver posts no more of them ahead, which the sender need not know.
 
 gloo carries tensors of the host. Tensors of a GPU go through the host, unless the ranks' default backend is NCCL, which
@@ -24,14 +24,13 @@ import time
 from collections import deque
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.pipeline.ranks import messages
-from hydra_ext.pipeline.ranks.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
+from hydra_ext.pipeline.ranks.channel import Channel, Forms, Layouts, LinkStream, Posted, write_counts
 from hydra_ext.pipeline.ranks.groups import Groups
-from hydra_ext.pipeline.ranks.messages import END, HEADER_WORDS, Header, Message, fingerprint
+from hydra_ext.pipeline.ranks.messages import END, PROLOGUE_WORDS, Form, Message, NumberedForm, Prologue
 from hydra_ext.pipeline.ranks.outgoing import Outgoing, when_computed, written
 from hydra_ext.pipeline.ranks.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.ranks.transport import TransportError, backend_of
@@ -57,9 +56,10 @@ class Outbox:
         self._channel = channel
         self._peer = peer
         self._watch = watch
-        self._structures = Structures()
+        self._forms: Forms[tuple[object, ...], NumberedForm] = Forms()
         self._layouts = Layouts()
         self._waiting = 0  # messages that were put and are not sent yet
+        self._flushed = False  # a thread waits for sends, or has waited
         self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
@@ -75,23 +75,13 @@ class Outbox:
         """
         self._watch.check()
         start = time.perf_counter()
-        layouts = [None if tensor is None else messages.layout_of(tensor) for tensor in message.tensors]
-        kind = fingerprint(message.structure)
-        new = bool(message.structure) and kind not in self._structures
-        self._structures.note(kind, "")
-        first = messages.encode(message, layouts, with_structure=new)
-        if new:
-            first.append(messages.as_words(message.structure))
-        laid_out = [layout for layout in layouts if layout is not None]
-        self._layouts.note(laid_out)
+        form, words = self._form_of(message)
+        self._layouts.note(form.present)
         present = (tensor for tensor in message.tensors if tensor is not None)
-        there = [messages.packed(tensor, layout) for tensor, layout in zip(present, laid_out, strict=True)]
-        nbytes = sum(layout.packed.nbytes for layout in laid_out)
-        self.sent_bytes += nbytes
-        number, computed = self._layouts.number, when_computed(self._device)
-        counts = write_counts(there)
+        there = [messages.packed(tensor, layout) for tensor, layout in zip(present, form.present, strict=True)]
+        number, computed, counts = self._layouts.number, when_computed(self._device), write_counts(there)
         outgoing = Outgoing(
-            message.batch, message.microbatch, nbytes, start, first, there, counts, number, computed, []
+            message.batch, message.microbatch, form.nbytes, start, words, there, counts, number, computed, []
         )
         if self._device.type == "cpu":
             try:
@@ -99,15 +89,31 @@ class Outbox:
             except TransportError as error:
                 _peer_ended(self._watch, self._peer, error)
                 self._watch.check()
+        self.sent_bytes += form.nbytes
         with self._watch.changed:
             self._waiting += 1
         self._queue.put(outgoing)
 
+    def _form_of(self, message: Message) -> tuple[Form, list[Tensor]]:
+        """A message's form, and the words that go before its tensors."""
+        key = messages.form_key(message)
+        known = self._forms.use(key)
+        if known is not None:
+            return known.form, [known.prologue(message, 0).encode()]
+        known = NumberedForm(self._forms.noted, messages.form_of(message))
+        self._forms.note(key, known)
+        description = messages.describe(known.form)
+        return known.form, [known.prologue(message, description.numel()).encode(), description]
+
     def _send(self, outgoing: Outgoing) -> None:
-        outgoing.sends.extend(self._channel.send_words(words) for words in outgoing.words)
+        """Begins to send the tensors, and only then announces them.
+
+        So a receive on the other GPU never holds one of its hardware queues before this side's send has begun.
+        """
         if outgoing.computed is not None:
             outgoing.computed.synchronize()
         outgoing.sends.extend(self._channel.send(outgoing.tensors, outgoing.layout))
+        outgoing.sends.extend(self._channel.send_words(words) for words in outgoing.words)
 
     def flush(self) -> None:
         """Returns when all messages that were put have been sent.
@@ -115,6 +121,8 @@ class Outbox:
         Raises:
             RankFailed: A rank has failed.
         """
+        with self._watch.changed:
+            self._flushed = True
         self._watch.wait_for(lambda: self._waiting == 0)
 
     def close(self, timeout: float) -> bool:
@@ -145,8 +153,9 @@ class Outbox:
                 del entry, send  # frees the tensors
                 with self._watch.changed:
                     self._waiting -= 1
-                    self._watch.changed.notify_all()
-            self._channel.wait(self._channel.send_words(messages.end_of_messages()))
+                    if self._flushed:  # it would wake a thread that waits for something else
+                        self._watch.changed.notify_all()
+            self._channel.wait(self._channel.send_words(END.encode()))
         except TransportError as error:
             _peer_ended(self._watch, self._peer, error)
         except Exception as error:  # noqa: BLE001 - threads that wait for the link have to learn of it
@@ -158,7 +167,7 @@ class Inbox:
 
     Attributes:
         received_bytes: Bytes of tensors that have arrived so far.
-        received_ahead: Number of messages whose receives had been posted before their headers came.
+        received_ahead: Number of messages whose receives had been posted before their prologues came.
         abandoned: Number of receives that were posted for another layout than that of the message.
         log: The log of its messages.
     """
@@ -173,7 +182,7 @@ class Inbox:
         self._device = device
         self._watch = watch
         self._stream = LinkStream(device)
-        self._structures = Structures()
+        self._forms: Forms[int, Form] = Forms()
         self._arrived: list[Message] = []
         self._expected = threading.Semaphore(0)
         self._posting = threading.Lock()  # guards the two below
@@ -191,17 +200,19 @@ class Inbox:
             RankFailed: A rank has failed.
         """
         with self._posting:
-            number = self._layouts.number
-            # Receives of one tag are served in order: post none ahead of those of earlier messages.
-            ahead = all(posted is not None and posted.layout == number for posted in self._posted)
-            ahead = ahead and self._layouts.repeats and self._channel.receives_ahead
-            ahead = ahead and self.abandoned < _MOST_ABANDONED
+            # The link's thread posts receives for messages behind others: it has time while this one computes.
+            is_next = not self._posted
             try:
-                self._posted.append(self._post() if ahead else None)
+                self._posted.append(self._post_ahead() if is_next else None)
             except TransportError as error:
                 _peer_ended(self._watch, self._peer, error)
                 self._watch.check()
         self._expected.release()
+
+    def _post_ahead(self) -> Posted | None:
+        """Posts receives for the next message, if it is likely to be like the last two. The caller holds the lock."""
+        likely = self._layouts.repeats and self._channel.receives_ahead and self.abandoned < _MOST_ABANDONED
+        return self._post() if likely else None
 
     def _post(self) -> Posted:
         """Posts receives of tensors in the last message's layout. The caller holds the lock."""
@@ -245,21 +256,31 @@ class Inbox:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        words = torch.empty(PROLOGUE_WORDS, dtype=torch.int64, device="cpu")
         try:
-            first = self._channel.post_words(HEADER_WORDS)
-            while (header := self._header(*first)) is not END:
-                first = self._channel.post_words(HEADER_WORDS)
+            arriving = self._channel.post_words(words)
+            while True:
+                self._channel.wait(arriving)
+                prologue = Prologue.decode(words)
+                if prologue.form is None:
+                    return
+                form = self._form(prologue.form, prologue.words)
                 self._expected.acquire()
                 if not self._posted:  # close() has released the semaphore
                     return
                 start = time.perf_counter()
-                message = self._fetch(header)
-                self.received_bytes += header.nbytes
-                self.log.note(message.batch, message.microbatch, header.nbytes, start)
+                message = prologue.message(self._fetch(form), form)
+                self.received_bytes += form.nbytes
                 with self._watch.changed:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
+                # It comes first since it gives up the interpreter lock, and the thread that computes waits for that.
+                arriving = self._channel.post_words(words)
+                self.log.note(message.batch, message.microbatch, form.nbytes, start)
                 del message
+                with self._posting:
+                    if self._posted and self._posted[0] is None:
+                        self._posted[0] = self._post_ahead()
         except TransportError as error:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
@@ -270,21 +291,18 @@ class Inbox:
                 self._over = True
                 self._watch.changed.notify_all()
 
-    def _header(self, first: Tensor, arriving: dist.Work) -> Header:
-        self._channel.wait(arriving)
-        left = messages.words_left(first)
-        words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
-        header = messages.decode(words)
-        if header == END:
-            return END
-        size = header.structure_bytes
-        text = messages.as_text(self._channel.receive_words(-(-size // 8)), size) if size else ""
-        self._structures.note(header.fingerprint, text)
+    def _form(self, number: int, words: int) -> Form:
+        """The form of the next message, which is described in so many words if it is new."""
+        form = self._forms.use(number)
+        if form is None:
+            form = messages.described(self._channel.receive_words(words))
+            self._forms.note(number, form)
         with self._posting:
-            self._layouts.note([each for each in header.tensors if each is not None])
-        return header
+            self._layouts.note(form.present)
+        return form
 
-    def _fetch(self, header: Header) -> Message:
+    def _fetch(self, form: Form) -> tuple[Tensor | None, ...]:
+        """The tensors of a message."""
         with self._stream, torch.no_grad():
             with self._posting:
                 posted = self._posted[0]
@@ -298,19 +316,10 @@ class Inbox:
                 self._channel.wait(work)
             found = iter(posted.tensors)
             with _C.Uncharged():
-                tensors = tuple(
+                return tuple(
                     None if layout is None else messages.laid_out(next(found), layout, self._device)
-                    for layout in header.tensors
+                    for layout in form.layouts
                 )
-        return Message(
-            header.batch,
-            header.microbatch,
-            header.count,
-            tensors,
-            header.requires_grad,
-            self._structures[header.fingerprint],
-            header.max_norm,
-        )
 
 
 class Links:
@@ -324,25 +333,32 @@ class Links:
     Attributes:
         transfers: The last transfers of all links, in the order of their ends; at most ``ROOM``.
         groups: The links' process groups, and the other groups of the pipeline.
+        direct: Number of this rank's links whose tensors NCCL carries.
     """
 
     def __init__(self, rank: int, device: torch.device, watch: Watch) -> None:
         self.transfers: deque[Transfer] = deque(maxlen=ROOM)
+        self.direct = 0
         self._rank = rank
         self._device = device
         self._watch = watch
         self.groups = Groups(rank, watch, device)
         self._ends: list[Outbox | Inbox] = []
 
-    def connect(self, source: int, target: int, name: str) -> Outbox | Inbox | None:
-        """Makes a link, and returns this rank's end; None if it has none."""
-        headers = self.groups.make([source, target], "gloo")
-        direct = self._device.type == "cuda" and backend_of(self._device) == "nccl"
-        payload = self.groups.make([source, target], "nccl") if direct else headers
-        if self._rank not in (source, target) or headers is None or payload is None:
+    def connect(self, source: int, target: int, name: str, *, through_host: bool = False) -> Outbox | Inbox | None:
+        """Makes a link, and returns this rank's end; None if it has none.
+
+        Args:
+            through_host: Whether its tensors go through the host in any case. They are few and small.
+        """
+        words = self.groups.make([source, target], "gloo")
+        direct = not through_host and self._device.type == "cuda" and backend_of(self._device) == "nccl"
+        payload = self.groups.make([source, target], "nccl") if direct else words
+        if self._rank not in (source, target) or words is None or payload is None:
             return None
+        self.direct += direct
         peer = target if self._rank == source else source
-        channel = Channel(headers, payload, sorted((source, target)).index(peer), self._device)
+        channel = Channel(words, payload, sorted((source, target)).index(peer), self._device)
         end: Outbox | Inbox
         if self._rank == source:
             log = LinkLog(f"{name} to rank {target}", sent=True, transfers=self.transfers)

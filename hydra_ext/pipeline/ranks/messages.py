@@ -1,33 +1,39 @@
-"""Messages between ranks: a header that describes the tensors, then the tensors' memory.
+"""Messages between ranks: a prologue of a fixed size, then the tensors' memory. A new form is described in between.
 
-A header is one tensor of ``HEADER_WORDS`` int64. If that is not enough, a second one follows, whose length the first
-one names. A tensor is sent as the bytes of its memory, in memory order. At the receiver it gets the sender's layout,
-since results may depend on the layout to the last bit. Gaps are not sent. An element in several places (of an expanded
-gradient) is sent once.
+The *form* of a message is all that messages of one kind have in common: the layouts of its tensors, which of them
+require gradients, and the structure's text. Both ends of a link number the forms that they see. The prologue names the
+form by its number. A description follows it only where the form is new; the prologue then says how long it is. What
+may differ from message to message is in the prologue itself, so that the receiver can compare it with its own.
+
+A tensor is sent as the bytes of its memory, in memory order. At the receiver it gets the sender's layout, since results
+may depend on the layout to the last bit. Gaps are not sent. An element in several places (of an expanded gradient) is
+sent once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.state.layout import Layout, memory
+from hydra_ext.state.layout import ALIGNMENT, Layout, memory
 
-HEADER_WORDS = 64
-_MAGIC = 0x68796472615F3100  # "hydra_1", then the kind
+_PROLOGUE = struct.Struct("=7q")
+PROLOGUE_WORDS = _PROLOGUE.size // 8
+_MAGIC = 0x68796472615F3200  # "hydra_2"
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 _PRESENT, _REQUIRES_GRAD, _LEAD = 1, 2, 4
+_WORD = 8  # bytes
 _NO_NORM = -1  # the bits of a NaN that arithmetic does not give
-_PREFIX = 9  # words before those of the tensors
+_NO_FORM = -1  # of the prologue that ends a link
 
 
 @dataclass(frozen=True)
@@ -54,25 +60,82 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Header:
-    """The content of a header: it describes the tensors that follow."""
+class Form:
+    """What messages of one kind have in common.
 
+    Attributes:
+        layouts: The layouts of the tensors; None where there is no tensor.
+        requires_grad: Whether each tensor requires a gradient.
+        structure: The structure's text.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    requires_grad: tuple[bool, ...]
+    structure: str
+
+    @cached_property
+    def present(self) -> tuple[Layout, ...]:
+        """The layouts of the tensors that there are."""
+        return tuple(layout for layout in self.layouts if layout is not None)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are sent."""
+        return sum(layout.packed.nbytes for layout in self.present)
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """The beginning of a message: what may differ from the message before.
+
+    Attributes:
+        form: Number of the form; None at the end of a link, where no message follows.
+        words: Words of the form's description, which follow; 0 if both ends have it from an earlier message.
+    """
+
+    form: int | None
+    words: int
     batch: int
     microbatch: int
     count: int
-    fingerprint: int  # of the structure's text
-    structure_bytes: int  # of the text, if it follows; 0 if both sides have it from an earlier message
-    tensors: tuple[Layout | None, ...]
-    requires_grad: tuple[bool, ...]
-    max_norm: float | None = None
+    max_norm: float | None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors that follow."""
-        return sum(each.packed.nbytes for each in self.tensors if each is not None)
+    def encode(self) -> Tensor:
+        form = _NO_FORM if self.form is None else self.form
+        norm = norm_word(self.max_norm)
+        words = _PROLOGUE.pack(_MAGIC, form, self.words, self.batch, self.microbatch, self.count, norm)
+        return torch.frombuffer(bytearray(words), dtype=torch.int64)
+
+    @staticmethod
+    def decode(received: Tensor) -> Prologue:
+        """
+        Raises:
+            ValueError: This is no prologue.
+        """
+        magic, form, words, batch, microbatch, count, norm = received.tolist()
+        if magic != _MAGIC:
+            raise ValueError("what arrived is no message: the ranks do not run the same version of hydra_ext")
+        return Prologue(None if form == _NO_FORM else form, words, batch, microbatch, count, _norm_of(norm))
+
+    def message(self, tensors: tuple[Tensor | None, ...], form: Form) -> Message:
+        """The message that has arrived."""
+        numbers = self.batch, self.microbatch, self.count
+        return Message(*numbers, tensors, form.requires_grad, form.structure, self.max_norm)
 
 
-END = Header(-1, -1, 0, 0, 0, (), ())  # no message follows
+@dataclass(frozen=True)
+class NumberedForm:
+    """A form, and its number on a link."""
+
+    number: int
+    form: Form
+
+    def prologue(self, message: Message, words: int) -> Prologue:
+        """The prologue of a message of this form, whose description takes so many words; 0 if none follows."""
+        return Prologue(self.number, words, message.batch, message.microbatch, message.count, message.max_norm)
+
+
+END = Prologue(None, 0, -1, -1, 0, None)  # no message follows
 
 
 def fingerprint(structure: str) -> int:
@@ -91,6 +154,31 @@ def _norm_of(word: int) -> float | None:
         return None
     norm: float = struct.unpack("<d", struct.pack("<q", word))[0]
     return norm
+
+
+def form_key(message: Message) -> tuple[object, ...]:
+    """A key that is equal for messages of one form. It takes less time than the form itself.
+
+    Raises:
+        UnsupportedModel: A tensor of this layout cannot be sent.
+    """
+    for tensor in message.tensors:
+        if tensor is not None and tensor.layout != torch.strided:
+            layout_of(tensor)  # which refuses it
+    places = tuple(
+        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT)
+        for tensor in message.tensors
+    )
+    return places, message.requires_grad, message.structure
+
+
+def form_of(message: Message) -> Form:
+    """
+    Raises:
+        UnsupportedModel: A tensor of this layout or dtype cannot be sent.
+    """
+    layouts = tuple(None if tensor is None else layout_of(tensor) for tensor in message.tensors)
+    return Form(layouts, message.requires_grad or (False,) * len(layouts), message.structure)
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -115,7 +203,7 @@ def packed(tensor: Tensor, layout: Layout) -> Tensor:
     """
     if tensor.is_conj() or tensor.is_neg() or layout.packed.stride != tensor.stride():
         return layout.packed.copy(tensor)
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -129,78 +217,39 @@ def laid_out(tensor: Tensor, layout: Layout, device: torch.device) -> Tensor:
     return tensor if is_so else layout.copy(tensor, device)
 
 
-def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure: bool) -> list[Tensor]:
-    """The header of a message: one int64 tensor, or two.
-
-    Args:
-        layouts: The layouts of the message's tensors; None where there is no tensor.
-        with_structure: Whether the structure's text follows.
-    """
-    text = message.structure.encode() if with_structure else b""
-    words = [_MAGIC, message.batch, message.microbatch, message.count, norm_word(message.max_norm)]
-    words += [fingerprint(message.structure), len(text), len(layouts), 0]
-    flags = message.requires_grad or (False,) * len(layouts)
-    for layout, requires_grad in zip(layouts, flags, strict=True):
+def describe(form: Form) -> Tensor:
+    """A form's description, as words."""
+    text = form.structure.encode()
+    words = [len(form.layouts), len(text)]
+    for layout, requires_grad in zip(form.layouts, form.requires_grad, strict=True):
         if layout is None:
-            words.append(0)
+            words.append(_REQUIRES_GRAD * requires_grad)
             continue
         words.append(_PRESENT + _REQUIRES_GRAD * requires_grad + _LEAD * layout.lead)
         words += [_DTYPES.index(layout.dtype), len(layout.size), *layout.size, *layout.stride]
-    words[_PREFIX - 1] = len(words)
-    first, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
-    first += [0] * (HEADER_WORDS - len(first))
-    return [torch.tensor(part, dtype=torch.int64, device="cpu") for part in (first, rest) if part]
+    padded = text + bytes(-len(text) % _WORD)
+    words += struct.unpack(f"={len(padded) // _WORD}q", padded)
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
-def end_of_messages() -> Tensor:
-    """The header that ends a link: no message follows."""
-    return torch.tensor(
-        [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX),
-        dtype=torch.int64,
-        device="cpu",
-    )
-
-
-def words_left(first: Tensor) -> int:
-    """How many words of the header a second tensor has.
-
-    Raises:
-        ValueError: This is no header.
-    """
-    if int(first[0]) != _MAGIC:
-        raise ValueError("what arrived is no header: the ranks do not run the same version of hydra_ext")
-    return max(0, int(first[_PREFIX - 1]) - HEADER_WORDS)
-
-
-def decode(words: Sequence[int]) -> Header:
-    """The content of a whole header."""
-    batch, microbatch, of_batch, norm, known, structure_bytes, count = words[1:8]
-    place = _PREFIX
-    tensors: list[Layout | None] = []
+def described(description: Tensor) -> Form:
+    """The form of a description."""
+    words = description.tolist()
+    count, length = words[:2]
+    place = 2
+    layouts: list[Layout | None] = []
     requires_grad = []
     for _ in range(count):
         flags = words[place]
         place += 1
         requires_grad.append(bool(flags & _REQUIRES_GRAD))
         if not flags & _PRESENT:
-            tensors.append(None)
+            layouts.append(None)
             continue
         dtype, dims = words[place : place + 2]
         place += 2
         size, stride = tuple(words[place : place + dims]), tuple(words[place + dims : place + 2 * dims])
         place += 2 * dims
-        tensors.append(Layout(_DTYPES[dtype], size, stride, flags // _LEAD))
-    of_all = tuple(tensors), tuple(requires_grad)
-    return Header(batch, microbatch, of_batch, known, structure_bytes, *of_all, _norm_of(norm))
-
-
-def as_words(text: str) -> Tensor:
-    """A text as words, filled up with zeros."""
-    data = text.encode()
-    padded = data + bytes(-len(data) % 8)
-    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
-
-
-def as_text(words: Tensor, size: int) -> str:
-    """The text of ``size`` bytes in these words."""
-    return words.numpy().tobytes()[:size].decode()
+        layouts.append(Layout(_DTYPES[dtype], size, stride, flags // _LEAD))
+    text = struct.pack(f"={len(words) - place}q", *words[place:])[:length].decode()
+    return Form(tuple(layouts), tuple(requires_grad), text)

@@ -13,12 +13,12 @@ from hydra_ext.pipeline.ranks.watch import Failure
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A message to send: the header's words, then the tensors.
+    """A message to send: its tensors, and the words that announce them.
 
     Attributes:
         nbytes: Bytes of the tensors' memory.
         start: When the message was put, in seconds of ``time.perf_counter``.
-        words: The header, and the structure's text if it is new.
+        words: The prologue, and the form's description if it is new.
         counts: The tensors' version counters when they were put.
         layout: Number of the tensors' layout.
         computed: Event after which the tensors may be read; None on the host.

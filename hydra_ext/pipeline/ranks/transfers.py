@@ -16,8 +16,8 @@ class Transfer:
     Attributes:
         link: The link's name: its content, and the rank at its other end.
         nbytes: Bytes of its tensors.
-        start: For a send, when the message was put and the one before had ended. For a receive, when its header had
-            come and there was room.
+        start: For a send, when the message was put and the one before had ended. For a receive, when its prologue
+            had come and there was room.
         end: When the transport was done with it. A message that was sent need not have arrived then.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.memory import LastingMemory
 
 _CONSTANTS = (type(None), bool, int, float, str)
+_ONE_TENSOR = json.dumps([pytree.treespec_dumps(pytree.tree_structure(0)), [["tensor"]]])  # what a tensor alone makes
 
 
 class Arrival(torch.autograd.Function):
@@ -156,6 +158,8 @@ def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
     Raises:
         UnsupportedModel: A part of the value cannot go to another rank.
     """
+    if isinstance(value, Tensor):
+        return [value], _ONE_TENSOR
     leaves, spec = pytree.tree_flatten(value)
     constants = [["tensor"] if isinstance(leaf, Tensor) else _constant(leaf, owner) for leaf in leaves]
     try:
@@ -173,10 +177,16 @@ def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
 
 def assemble(tensors: list[Tensor], structure: str) -> Any:
     """Makes the value that :func:`take_apart` has taken apart."""
-    text, constants = json.loads(structure)
+    constants, spec = _parsed(structure)
     rest = iter(tensors)
     leaves = [_leaf(constant, rest) for constant in constants]
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(text))
+    return pytree.tree_unflatten(leaves, spec)
+
+
+@lru_cache(maxsize=64)
+def _parsed(structure: str) -> tuple[list[Any], pytree.TreeSpec]:
+    text, constants = json.loads(structure)
+    return constants, pytree.treespec_loads(text)
 
 
 def _constant(leaf: Any, owner: str) -> Any:

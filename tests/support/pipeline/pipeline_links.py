@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from hydra_ext.pipeline.ranks import links as pipeline_links
 from hydra_ext.pipeline.ranks import messages
+from hydra_ext.pipeline.ranks.channel import Channel
 from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.ranks.messages import Message
 from hydra_ext.pipeline.ranks.watch import Watch
@@ -143,3 +146,121 @@ def _receive(inbox: Inbox, layouts: Sequence[Any], ahead: Sequence[int], *, in_s
             wrong.append(f"message {index}: structure {message.structure}")
     counts = {"ahead": inbox.received_ahead, "abandoned": inbox.abandoned, "bytes": inbox.received_bytes}
     return {"wrong": wrong, **counts}
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+_PLAIN = Message(3, 0, 4, (torch.arange(6.0).view(2, 3), torch.ones(2)), (True, False), "a pair", 1.0)
+
+
+def _with(*tensors: Tensor | None) -> Message:
+    return replace(_PLAIN, tensors=tensors)
+
+
+CHANGES = {
+    "a size": _with(torch.arange(9.0).view(3, 3), torch.ones(2)),
+    "the last rows": _with(torch.arange(3.0).view(1, 3), torch.ones(2)),
+    "a shape of as many bytes": _with(torch.arange(6.0).view(3, 2), torch.ones(2)),
+    "a dtype of as many bytes": _with(torch.arange(6, dtype=torch.int32).view(2, 3), torch.ones(2)),
+    "the order in memory": _with(torch.arange(6.0).view(3, 2).t(), torch.ones(2)),
+    "gaps in memory": _with(torch.arange(12.0).view(2, 6)[:, ::2], torch.ones(2)),
+    "the place beside 64 bytes": _with(torch.arange(7.0)[1:].view(2, 3), torch.ones(2)),
+    "no tensor": _with(None, torch.ones(2)),
+    "no other tensor": _with(torch.arange(6.0).view(2, 3), None),
+    "fewer tensors": replace(_PLAIN, tensors=_PLAIN.tensors[:1], requires_grad=(True,)),
+    "more tensors": replace(_PLAIN, tensors=(*_PLAIN.tensors, torch.zeros(1)), requires_grad=(True, False, False)),
+    "nothing": Message(3, 0, 4, (), (), "a pair", 1.0),
+    "an empty tensor": _with(torch.empty(0, 3), torch.ones(2)),
+    "what requires a gradient": replace(_PLAIN, requires_grad=(True, True)),
+    "the structure": replace(_PLAIN, structure="two others"),
+}
+SAME_FORM = {
+    "the batch": replace(_PLAIN, batch=4),
+    "an evaluation": replace(_PLAIN, batch=-2),
+    "the microbatch": replace(_PLAIN, microbatch=2),
+    "the number of microbatches": replace(_PLAIN, count=5),
+    "max_norm": replace(_PLAIN, max_norm=0.5),
+    "no max_norm": replace(_PLAIN, max_norm=None),
+    "the numbers": _with(torch.arange(6.0).view(2, 3) + 1, torch.zeros(2)),
+}
+
+
+def _noting(sent: list[list[int]]) -> Any:
+    """Notes the words that go before each message's tensors; a message begins with a prologue."""
+    plain = Channel.send_words
+
+    def send_words(self: Channel, words: Tensor) -> dist.Work:
+        if words.numel() == messages.PROLOGUE_WORDS:
+            sent.append([])
+        sent[-1].append(words.numel())
+        return plain(self, words)
+
+    return mock.patch.object(Channel, "send_words", send_words)
+
+
+def _exchanged(rank: int, name: str, sequence: Sequence[Message]) -> tuple[list[list[int]], list[str]]:
+    """The words before each message, on the sender; the names of fields that have arrived wrong, on the receiver."""
+    watch = Watch(rank, 2, name, patience=120.0, describe=lambda: "")
+    links = Links(rank, torch.device("cpu"), watch)
+    end = links.connect(0, 1, "test")
+    sent: list[list[int]] = []
+    wrong: list[str] = []
+    with _noting(sent):
+        for number, message in enumerate(sequence):
+            if isinstance(end, Outbox):
+                end.put(message)
+                end.flush()  # so that what is noted belongs to this message
+            elif isinstance(end, Inbox):
+                end.expect()
+                wrong += [f"message {number}: {field}" for field in _differing(end.take(), message)]
+    links.close(120.0)
+    watch.end()
+    return sent, wrong
+
+
+def _differing(got: Message, wanted: Message) -> list[str]:
+    names = ("batch", "microbatch", "count", "structure", "max_norm", "requires_grad")
+    found = [name for name in names if getattr(got, name) != getattr(wanted, name)]
+    pairs = list(zip(got.tensors, wanted.tensors, strict=True))
+    if any((a is None) != (b is None) for a, b in pairs):
+        return [*found, "which tensors there are"]
+    same = all(
+        a.dtype == b.dtype
+        and a.stride() == b.stride()
+        and torch.equal(a, b)
+        and (a.data_ptr() - b.data_ptr()) % 64 == 0
+        for a, b in pairs
+        if a is not None and b is not None and b.numel()
+    )
+    return found if same else [*found, "tensors"]
+
+
+def through_forms(rank: int) -> dict[str, Any]:
+    """For each change: two plain messages, the changed one, and two plain ones again."""
+    results: dict[str, Any] = {}
+    for name, changed in (CHANGES | SAME_FORM).items():
+        results[name] = _exchanged(rank, name, [_PLAIN, _PLAIN, changed, _PLAIN, changed])[rank]
+    return results
+
+
+def through_many_forms(rank: int, count: int) -> Any:
+    """So many forms, then the first one twice."""
+    forms = [_with(torch.full((1, 1 + number), 1.0), None) for number in range(count)]
+    return _exchanged(rank, "many forms", [*forms, forms[0], forms[0]])[rank]
+
+
+def order_of_sends(rank: int) -> list[str]:
+    """The order in which two messages of one form are sent: their tensors and their words."""
+    order: list[str] = []
+
+    def noting(method: str, what: str) -> Any:
+        plain = getattr(Channel, method)
+
+        def noted(self: Channel, *arguments: Any) -> Any:
+            order.append(what)
+            return plain(self, *arguments)
+
+        return mock.patch.object(Channel, method, noted)
+
+    with noting("send", "tensors"), noting("send_words", "words"):
+        _exchanged(rank, "order", [_PLAIN, _PLAIN])
+        return order[:5]

@@ -118,7 +118,7 @@ def texts_that_never_repeat(rank: int) -> tuple[list[str], int]:
                 end.expect()
                 message = end.take()
                 arrived.append(f"{message.structure} {message.tensors[0]}")
-        kept = len(end._structures) if end is not None else 0
+        kept = len(end._forms) if end is not None else 0
     return arrived, kept
 
 
@@ -133,7 +133,7 @@ def steps_with_numbers(rank: int) -> tuple[list[Any], list[int]]:
             )
             found.append([metric["of"] for metric in output.metrics])
         ends = pipe._engine.assembly.links._ends  # type: ignore[union-attr]
-        return found, [len(end._structures) for end in ends]
+        return found, [len(end._forms) for end in ends]
 
 
 def what_cannot_be_sent(rank: int) -> list[str]:
