@@ -161,6 +161,36 @@ def test_memory_that_came_back_is_not_used_again_while_another_stream_reads_it()
     assert stash.report().to_device_bytes > 0
 
 
+def test_a_tensor_leaves_behind_the_stream_that_saved_it() -> None:
+    """The stream that saved is late. Backward on another one needs room, and the tensor leaves then."""
+    side = torch.cuda.Stream()
+    of_home = torch.randn(512, 512, device="cuda").requires_grad_()
+    with torch.cuda.stream(side):
+        of_side = torch.randn(512, 512, device="cuda").requires_grad_()
+
+    def losses() -> tuple[Tensor, Tensor]:
+        here = of_home.tanh().tanh().tanh().sum()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(400_000_000)
+            there = of_side.exp().sum()
+        return here, there
+
+    def found_in(here: Tensor, there: Tensor) -> list[Tensor]:
+        found = [*torch.autograd.grad(here, [of_home], retain_graph=True), *torch.autograd.grad(there, [of_side])]
+        torch.cuda.synchronize()
+        return [gradient.cpu() for gradient in found]
+
+    expected = found_in(*losses())
+    stash = hydra_ext.stash(hydra_ext.Offload(), budget=2 * of_home.nbytes, device="cuda")
+    for _ in range(3):
+        with stash:
+            both = losses()
+        for one, other in zip(found_in(*both), expected, strict=True):
+            assert torch.equal(one, other)
+        del both  # ends the pass, of which the next one's plan is made
+    assert stash.report().to_device_bytes > 0
+
+
 def test_compression_makes_room_while_its_own_allocations_ask_for_it() -> None:
     """Each allocation of a coder may ask for room, which the saved tensors themselves can make."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16)])
