@@ -157,6 +157,21 @@ def _settings() -> str:
     return torch._C._accelerator_getAllocatorSettings()
 
 
+def test_slots_are_of_the_home_stream_whatever_stream_brings_them() -> None:
+    """A slot goes back behind all its uses, and only in the order of the home stream."""
+    model = nn.Linear(1024, 1024)
+    with offloaded(model, None, budget=64 * MIB) as run, torch.no_grad():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model(torch.randn(8, 1024))
+        large = [
+            segment["stream"]
+            for segment in torch.cuda.memory_snapshot()
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated" and block["size"] >= 4 * MIB
+        ]
+        assert large == [run._place._backend.home_stream]  # type: ignore[attr-defined]
+
+
 def test_an_allocation_above_the_budget_throws_nothing_out() -> None:
     budget = 128 * MIB
     model = Spread(layers=20)
@@ -198,6 +213,36 @@ def test_a_use_asks_for_memory_ahead_until_it_is_refused() -> None:
         del beside
     of_uses = [after - before for before, after in itertools.pairwise(refused)]
     assert max(of_uses) == 1, of_uses
+
+
+def test_slots_count_as_what_they_take_of_the_allocator() -> None:
+    """The state of a block is 32 MiB and 16 KiB, and takes 34 MiB."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(2)])
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    with offloaded(model, optimizer, budget=512 * MIB) as run:
+        backend = run._place._backend  # type: ignore[attr-defined]
+        for batch in torch.randn(4, 8, 2048):
+            mean_of_squares(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(run.report().homes) == 2
+        assert backend.memory().slots >= 2 * (18 + 34) * MIB
+    assert backend.memory().slots == 0
+
+
+def test_no_room_is_made_under_capture() -> None:
+    """What makes room waits for copies, and would spoil the capture."""
+    model = Spread(layers=20)
+    with offloaded(model, None, budget=64 * MIB) as run, torch.no_grad():
+        model(torch.randn(8, 1024))
+        torch.cuda.synchronize()
+        held = run.core.pager.resident_bytes
+        assert held > 32 * MIB
+        with pytest.raises(torch.OutOfMemoryError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.empty(48 * MIB, dtype=torch.uint8, device="cuda")
+        assert (run.report().spills, run.core.pager.resident_bytes) == (0, held)
+        torch.cuda.synchronize()
+        model(torch.randn(8, 1024))
 
 
 def test_the_users_peak_spans_the_run() -> None:

@@ -30,3 +30,12 @@ def test_the_number_is_that_of_operators_on_the_host(layout: str, dtype: torch.d
     on_host, on_device = LAYOUTS[layout](numbers), LAYOUTS[layout](numbers.cuda())
     assert on_host.stride() == on_device.stride()
     assert _C.reduced_by_place(on_device).item() == _C.reduced_by_place(on_host).item()
+
+
+def test_numbers_may_be_late_on_the_current_stream() -> None:
+    numbers = torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(0)).cuda()
+    expected = _C.reduced_by_place(numbers * 2).item()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        assert _C.reduced_by_place(numbers * 2).item() == expected

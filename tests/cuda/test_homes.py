@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -99,6 +100,32 @@ def test_blocks_leave_the_gpu_for_activations_that_grow() -> None:
         assert run.core.homes.statistics.returned > 0
     for a, b in zip(seen, expected, strict=True):
         assert torch.equal(a, b)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["backward", "the whole step"])
+def test_homes_follow_a_users_side_stream(where: str) -> None:
+    """Backward is late there. The user has not ordered the streams: gradients and weights are the host's to them."""
+    plain, model = stack(torch.float32), stack(torch.float32)
+    theirs, ours = OPTIMIZERS["adamw"](plain.parameters()), OPTIMIZERS["adamw"](model.parameters())
+    batches = torch.randn(STEPS, 32, 1024)
+    expected = train_with_updates_on_the_host(plain, theirs, batches, 1e-2)
+    side, seen = torch.cuda.Stream(), []
+    with offloaded(model, ours, budget=1024 * MIB) as run:
+        for batch in batches:
+            with torch.cuda.stream(side):
+                loss = model(batch).pow(2).mean()
+                torch.cuda._sleep(100_000_000)
+                loss.backward()
+            with torch.cuda.stream(side) if where == "the whole step" else nullcontext():
+                seen += [loss.detach(), optim.clip_grad_norm_(model.parameters(), 1e-2)]
+                ours.step()
+                ours.zero_grad()
+        torch.cuda.synchronize()
+        assert run.core.homes.statistics.settled > 0
+    for step, (a, b) in enumerate(zip(seen, expected, strict=True)):
+        assert torch.equal(a.cpu(), b), f"step {step // 2}: {a.item()} and {b.item()}"
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
 

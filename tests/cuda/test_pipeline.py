@@ -67,6 +67,13 @@ def test_a_receiver_without_room_stops_no_other_link(tmp_path: Path) -> None:
     assert found == [[], [[10.0] * 2, [11.0] * 2, [12.0] * 2], [[20.0] * 2, [21.0] * 2, [22.0] * 2]]
 
 
+@TWO
+@pytest.mark.parametrize("rows", [[2], [2, 2, 3, 2]], ids=["one", "of changing sizes"])
+def test_a_message_is_complete_when_it_is_taken(rows: list[int], tmp_path: Path) -> None:
+    found = run_ranks(pipeline_gpus.carry, rows, folder=tmp_path, backend=NCCL)
+    assert found == [[], [torch.arange(3.0 * count).view(count, 3)[:, :2].flatten().tolist() for count in rows]]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_group_for_the_gpu_alone_is_told_to_be_slow(
     backend: str, caplog: pytest.LogCaptureFixture, tmp_path: Path

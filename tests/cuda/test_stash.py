@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from threading import Thread
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,6 +164,63 @@ def test_memory_that_came_back_is_not_used_again_while_another_stream_reads_it()
     assert stash.report().to_device_bytes > 0
 
 
+def test_a_tensor_leaves_behind_the_stream_that_saved_it() -> None:
+    """The stream that saved is late. Backward on another one needs room, and the tensor leaves then."""
+    side = torch.cuda.Stream()
+    of_home = torch.randn(512, 512, device="cuda").requires_grad_()
+    with torch.cuda.stream(side):
+        of_side = torch.randn(512, 512, device="cuda").requires_grad_()
+
+    def losses() -> tuple[Tensor, Tensor]:
+        here = of_home.tanh().tanh().tanh().sum()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(400_000_000)
+            there = of_side.exp().sum()
+        return here, there
+
+    def found_in(here: Tensor, there: Tensor) -> list[Tensor]:
+        found = [*torch.autograd.grad(here, [of_home], retain_graph=True), *torch.autograd.grad(there, [of_side])]
+        torch.cuda.synchronize()
+        return [gradient.cpu() for gradient in found]
+
+    expected = found_in(*losses())
+    stash = hydra_ext.stash(hydra_ext.Offload(), budget=2 * of_home.nbytes, device="cuda")
+    for _ in range(3):
+        with stash:
+            both = losses()
+        for one, other in zip(found_in(*both), expected, strict=True):
+            assert torch.equal(one, other)
+        del both  # ends the pass, of which the next one's plan is made
+    assert stash.report().to_device_bytes > 0
+
+
+def test_memory_that_a_late_return_fills_is_not_used_again_though_backward_has_failed() -> None:
+    x = torch.randn(512, 512, device="cuda").requires_grad_()
+    place = devices.choose("cuda")
+    stash = hydra_ext.stash(hydra_ext.Offload(), budget=2 * x.nbytes, device=place)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    for fails in (False, True):
+        with stash:
+            second = x.tanh().tanh()
+            loss = second.tanh().tanh().sum()
+        stash.report()  # waits until the first two have left
+        if fails:
+            second.register_hook(fail)
+            with on_stream(place._backend.to_device_stream):  # type: ignore[attr-defined]
+                torch.cuda._sleep(400_000_000)
+        with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
+            loss.backward()
+        del loss, second
+        others = [torch.full((512, 512), 7.0, device="cuda") for _ in range(8)]
+    report = stash.report()  # waits until all has come
+    assert report.prefetched > 0
+    for other in others:
+        assert torch.equal(other.cpu(), torch.full((512, 512), 7.0))
+
+
 def test_compression_makes_room_while_its_own_allocations_ask_for_it() -> None:
     """Each allocation of a coder may ask for room, which the saved tensors themselves can make."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16)])
@@ -176,3 +236,29 @@ def test_compression_makes_room_while_its_own_allocations_ask_for_it() -> None:
     assert report.activations.compressed > 0
     assert report.spills > 0
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_two_threads_finish_a_stream_once() -> None:
+    """Each makes room of what the other has just compressed, on a stream of its own that is late."""
+    stash = hydra_ext.stash(hydra_ext.Compress(error=1e-3), budget=2**18, device="cuda")
+    ended: list[int] = []
+
+    def train(number: int) -> None:
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(6)]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model, x = nn.Sequential(*layers).cuda(), torch.randn(256, 256, device="cuda")
+            for _ in range(3):
+                torch.cuda._sleep(100_000_000)
+                with stash:
+                    loss = model(x).square().mean()
+                loss.backward()
+        ended.append(number)
+
+    threads = [Thread(target=train, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ended) == [0, 1]
+    torch.cuda.synchronize()
+    assert stash.report().compressed > 0

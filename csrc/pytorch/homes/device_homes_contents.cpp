@@ -1,6 +1,7 @@
 // Gradients and optimizer steps of blocks at home on the device.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -31,8 +32,19 @@ bool can_stay(const HostParameter& parameter, const at::Tensor& part) {
          part.strides() == parameter.face.strides() && !torch::autograd::impl::post_acc_grad_hooks(parameter.host);
 }
 
+/// Tells torch that the calling thread's stream uses the gradient. Its memory may be another stream's, which could
+/// allocate it again while this stream is late.
+void note_used(const at::Tensor& gradient) {
+  const c10::Device device = gradient.device();
+  if (device.is_cuda()) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.recordDataPtrOnStream(gradient.storage().data_ptr(), guard.getStream(device));
+  }
+}
+
 /// Tells the backend that the calling thread has enqueued a write to the gradient. Returns a fence behind the write.
 FencePtr note_written(DeviceBackend& backend, const at::Tensor& gradient) {
+  note_used(gradient);
   backend.note_write(gradient.mutable_data_ptr(), static_cast<Bytes>(gradient.nbytes()));
   return backend.record();
 }
@@ -200,6 +212,9 @@ bool DeviceHomes::update(std::int32_t block, const TensorPlan& plan, ThreadPool&
     here->run(pool, scale);
   }
   for (const Member& member : home->members) {
+    if (member.gradient.defined()) {
+      note_used(member.gradient);
+    }
     member.parameter->changed_since_seen();
     member.parameter->note_seen();
     backend_.note_write(home->slot + member.parameter->page->offset, member.parameter->face_bytes());

@@ -117,6 +117,20 @@ TEST_F(CudaDeviceTest, ASlotReturnsBehindTheUsesOnSideStreams) {
   device_->slots().release(slot, kBytes);
 }
 
+TEST_F(CudaDeviceTest, AFenceIsReachedOnceAllItsStreamsHaveReachedIt) {
+  for (cudaStream_t late : {home_, side_}) {
+    compute_stream = side_;
+    Gate gate;
+    emulated_cuda::launch(late, [&gate] { gate.wait(); });
+    const FencePtr fence = device_->record();
+    finish(late == home_ ? side_ : home_);
+    EXPECT_FALSE(fence->reached());
+    gate.open();
+    finish(late);
+    EXPECT_TRUE(fence->reached());
+  }
+}
+
 TEST_F(CudaDeviceTest, AnErrorInTheMiddleOfAJobFailsItsTicketOnlyWhenNothingOfItIsInFlight) {
   std::vector<std::uint8_t> source(static_cast<std::size_t>(3 * CudaLane::kBatchBytes), 4);
   void* const place = source.data();
@@ -163,10 +177,12 @@ TEST_F(CudaDeviceTest, AFenceThatCannotBeRecordedFailsTheCopyThatWaitsForIt) {
 }
 
 TEST_F(CudaDeviceTest, AnErrorThatSurfacesAtTheEndOfACopyTravelsInItsTicket) {
-  emulated_cuda::fail("cudaEventSynchronize", cudaErrorUnknown);
   void* const slot = device_->slots().allocate(kBytes);
-  EXPECT_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait(), TransferError);
-  EXPECT_NO_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait());
+  for (const cudaError_t error : {cudaErrorUnknown, cudaErrorLaunchFailure, cudaErrorIllegalAddress}) {
+    emulated_cuda::fail("cudaEventSynchronize", error);
+    EXPECT_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait(), TransferError);
+    EXPECT_NO_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait());
+  }
   device_->slots().release(slot, kBytes);
 }
 

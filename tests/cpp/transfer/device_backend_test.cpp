@@ -1,6 +1,7 @@
 // The contract suite of device backends, over both modes of the simulated device.
 #include "csrc/transfer/device_backend.h"
 
+#include <future>
 #include <stdexcept>
 #include <thread>
 
@@ -125,6 +126,22 @@ TEST_P(DeviceContract, BeforePreparesTheBytesThatAreMoved) {
   job.before = [&] { staging = source; };
   device().compute_waits(*device().to_device().submit(std::move(job)));
   EXPECT_EQ(download(slot.get(), 300), source);
+}
+
+/// A thread that has waited for a ticket may end what the owners need.
+TEST_P(DeviceContract, DropsTheOwnersOfAJobBeforeItsTicketEnds) {
+  for (Lane* lane : {&device().to_device(), &device().to_host()}) {
+    Gate submitted;
+    TicketPtr ticket;
+    std::promise<bool> was_finished;
+    Job job;
+    job.before = [&submitted] { submitted.wait(); };
+    job.after = [owner = std::shared_ptr<void>(nullptr, [&](void*) { was_finished.set_value(ticket->finished()); })] {};
+    ticket = lane->submit(std::move(job));
+    submitted.open();
+    EXPECT_FALSE(was_finished.get_future().get());
+    ticket->wait();
+  }
 }
 
 TEST_P(DeviceContract, CountsBytesPerDirection) {

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.ranks import messages
 from hydra_ext.pipeline.ranks.channel import Channel
 from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.ranks.messages import Message
@@ -221,6 +222,39 @@ def late_receiver(rank: int) -> list[list[float]]:
     if rank == 0:
         _store().wait(["got"], timedelta(seconds=60))
         links.flush()
+    links.close(60.0)
+    watch.end()
+    return got
+
+
+def carry(rank: int, rows: Sequence[int]) -> list[list[float]]:
+    """Sends a tensor with gaps for each number of rows, when rank 1 expects it. Rank 1 lays it out late, and reads it.
+
+    Returns:
+        On rank 1 the numbers of each tensor.
+    """
+    prepare(rank, None)
+    device = torch.device("cuda", rank)
+    watch = Watch(rank, 2, "late layouts", patience=PATIENCE, describe=lambda: "")
+    links = Links(rank, device, watch)
+    end = links.connect(0, 1, "to 1")
+    laid_out = messages.laid_out
+
+    def late(*arguments: Any) -> Tensor:
+        torch.cuda._sleep(100_000_000)
+        return laid_out(*arguments)
+
+    messages.laid_out = late  # type: ignore[assignment]
+    got: list[list[float]] = []
+    for index, count in enumerate(rows):
+        if isinstance(end, Outbox):
+            _store().wait([f"expected {index}"], timedelta(seconds=60))
+            end.put(Message(0, 0, 1, (torch.arange(3.0 * count, device=device).view(count, 3)[:, :2],)))
+        elif isinstance(end, Inbox):
+            end.expect()
+            _store().set(f"expected {index}", "")
+            got += [tensor.cpu().flatten().tolist() for tensor in end.take().tensors if tensor is not None]
+    links.flush()
     links.close(60.0)
     watch.end()
     return got
