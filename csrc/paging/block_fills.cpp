@@ -32,7 +32,7 @@ void BlockFills::begin_ahead(const std::vector<std::int32_t>& wanted, std::optio
 std::vector<std::int32_t> BlockFills::missing(std::vector<std::int32_t> blocks) const {
   if (!blocks.empty()) {
     const Lock lock = table_.lock();
-    std::erase_if(blocks, [this](std::int32_t index) { return table_.at(index).place.has_fill(); });
+    std::erase_if(blocks, [this](std::int32_t index) { return table_.at(index).has_fill(); });
   }
   return blocks;
 }

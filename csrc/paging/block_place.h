@@ -49,8 +49,6 @@ class BlockPlace {
   const SlotUses& uses() const noexcept { return uses_; }
   /// Whether pages are readable and compute has nothing to wait for.
   bool is_ready() const noexcept { return state_ == BlockState::kPresent && !ticket_ && !uses_.written(); }
-  /// Whether its bytes are in its slot, or on their way there.
-  bool has_fill() const noexcept { return state_ == BlockState::kPresent || state_ == BlockState::kLoading; }
   /// Whether the slot may be taken for another use. Not during a fill that no compute waits for yet.
   bool can_give_up_slot() const noexcept;
 

@@ -1,5 +1,5 @@
 // A standing plan goes on as planning anew would, and falls as soon as planning anew could find something else.
-#include "csrc/paging/standing_plan.h"
+#include "csrc/paging/passes.h"
 
 #include <gtest/gtest.h>
 
@@ -71,8 +71,8 @@ TEST_F(StandingPlanTest, RanksBlocksAsPlanningAnewWould) {
         const auto next = std::ranges::find(future, block, &Use::block);
         const Outlook& outlook = table_.at(block).outlook;
         EXPECT_EQ(outlook.wanted, next != future.end()) << block << " at " << now;
-        EXPECT_EQ(outlook.next_use, next == future.end() ? Outlook::kNever
-                                                         : next - future.begin() + static_cast<std::int64_t>(now))
+        EXPECT_EQ(outlook.next_use,
+                  next == future.end() ? Outlook::kNever : next - future.begin() + static_cast<std::int64_t>(now))
             << block << " at " << now;
       }
     }
