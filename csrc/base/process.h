@@ -1,20 +1,25 @@
 // Protection against use in a forked child, which has a copy of the engine's memory but none of its threads.
 //
-// HomeProcess tells whether this process made an object. HomeOnly never destroys its value in a child.
+// HomeProcess tells whether this process made an object. HomeOnly never destroys its value in a child. A visit of a
+// block asks several times, and a system call each time would show. So forks are counted, by a handler of fork().
 #pragma once
 
 #include <unistd.h>
 
+#include <cstdint>
 #include <memory>
 
 #include "csrc/base/errors.h"
 
 namespace hydra {
 
+/// The number of forks that lead from the first process to this one.
+std::int64_t forks() noexcept;
+
 /// The process that made an object.
 class HomeProcess {
  public:
-  bool here() const noexcept { return ::getpid() == id_; }
+  bool here() const noexcept { return forks() == forks_; }
   /// Throws StateError in a forked child.
   void expect_here() const {
     HYDRA_EXPECT(here(), StateError,
@@ -24,7 +29,8 @@ class HomeProcess {
   }
 
  private:
-  pid_t id_ = ::getpid();
+  std::int64_t forks_ = forks();
+  pid_t id_ = ::getpid();  // for messages
 };
 
 /// Owns a thread, or a primitive that threads wait on. In a forked child the destructor leaks the value: destroying it

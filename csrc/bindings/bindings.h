@@ -10,6 +10,8 @@
 
 namespace hydra {
 
+class Stash;
+
 namespace schedule {
 class Schedule;
 }
@@ -43,6 +45,7 @@ void bind_windows(pybind11::module_& module);
 void bind_tensors(pybind11::module_& module);
 void bind_rounds(pybind11::module_& module);
 void bind_stash(pybind11::module_& module);
+void bind_saved_tensors(pybind11::module_& module, pybind11::class_<Stash, std::shared_ptr<Stash>>& stash_class);
 void bind_testing(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);        // in builds with CUDA
 void bind_cuda_codec(pybind11::module_& module);  // in builds with CUDA

@@ -10,22 +10,31 @@ namespace hydra {
 
 void BlockFills::begin(PagedBlock& block) { begin(block, {.bytes = block.place.bytes()}); }
 
-void BlockFills::begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room, std::int64_t refusals) {
-  if (wanted.empty()) {
+void BlockFills::begin_ahead(const std::vector<std::int32_t>& wanted, std::optional<Bytes> room,
+                             std::int64_t refusals) {
+  if (!room) {
     return;
   }
-  supply_.trim(room);
-  for (const std::int32_t index : wanted) {
+  supply_.trim(*room);
+  for (const std::int32_t index : missing(wanted)) {
     if (supply_.refusals() > refusals) {
       return;  // the blocks are fetched when the next use begins, or when they are needed
     }
     PagedBlock& block = table_.at(index);
     try {
-      begin(block, {.bytes = block.place.bytes(), .room = room, .ahead = true});
+      begin(block, {.bytes = block.place.bytes(), .room = *room, .ahead = true});
     } catch (const OutOfMemory&) {
       return;  // no room yet: the block is fetched when it is needed
     }
   }
+}
+
+std::vector<std::int32_t> BlockFills::missing(std::vector<std::int32_t> blocks) const {
+  if (!blocks.empty()) {
+    const Lock lock = table_.lock();
+    std::erase_if(blocks, [this](std::int32_t index) { return table_.at(index).has_fill(); });
+  }
+  return blocks;
 }
 
 void BlockFills::begin(PagedBlock& block, const SlotSupply::Demand& demand) {

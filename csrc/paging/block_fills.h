@@ -8,6 +8,7 @@
 // the interpreter lock held.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "csrc/paging/slot_supply.h"
@@ -27,8 +28,8 @@ class BlockFills {
   /// and the lane's error if it refuses the job.
   void begin(PagedBlock& block);
   /// Makes room for the plan's wanted blocks, and starts their fills until no slot is left within `room`, or the device
-  /// has refused more than `refusals` slots. Does nothing without such blocks.
-  void begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room, std::int64_t refusals);
+  /// has refused more than `refusals` slots. Does nothing without a room, which is without a plan.
+  void begin_ahead(const std::vector<std::int32_t>& wanted, std::optional<Bytes> room, std::int64_t refusals);
   /// How many slots the device has refused. The count before a use begins is what begin_ahead() takes.
   std::int64_t refusals() const noexcept { return supply_.refusals(); }
   /// Blocks until the block is present, and makes the calling thread's compute follow the fill and other compute's
@@ -38,6 +39,8 @@ class BlockFills {
  private:
   using Lock = BlockTable::Lock;
 
+  /// Those of the blocks that have neither the host's bytes nor a fill under way.
+  std::vector<std::int32_t> missing(std::vector<std::int32_t> blocks) const;
   void begin(PagedBlock& block, const SlotSupply::Demand& demand);
   /// Submits the fill of the block's slot, behind its last uses. On an error the block is stale.
   void start(const Lock& lock, PagedBlock& block, bool ahead);

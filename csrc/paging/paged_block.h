@@ -30,6 +30,10 @@ struct PagedBlock {
   PagedBlock(std::int32_t number, std::string its_name, Bytes bytes, std::unique_ptr<BlockClient> client)
       : index(number), name(std::move(its_name)), place(bytes, std::move(client)) {}
 
+  /// Whether its bytes are in its slot, or on their way there.
+  bool has_fill() const noexcept {
+    return place.state() == BlockState::kPresent || place.state() == BlockState::kLoading;
+  }
   /// Whether it may be evicted now.
   bool may_go() const noexcept { return pins == 0 && truth.is_on_host() && place.can_give_up_slot(); }
   /// Whether its bytes have to be written back now. A pinned block may be written at this moment: it is written back

@@ -1,12 +1,63 @@
 #include "csrc/paging/passes.h"
 
+#include <algorithm>
 #include <exception>
 #include <optional>
+#include <utility>
 
 #include "csrc/base/clock.h"
 
 namespace hydra {
 
+// ---- the plan that stands -------------------------------------------------------------------------------------------
+PlannedMemory PlannedMemory::of(const BlockTable& table, Bytes limit) noexcept {
+  PlannedMemory memory{.limit = limit};
+  for (const auto& block : table.all()) {
+    if (block->truth.is_settled()) {
+      memory.settled += block->place.bytes();
+      memory.beside += block->truth.beside();
+    }
+  }
+  return memory;
+}
+
+void StandingPlan::set(const BlockTable& table, const PlannedMemory& memory, std::vector<Use> future, bool is_ahead) {
+  future_ = std::move(future);
+  next_ = is_ahead ? 0 : 1;
+  memory_ = memory;
+  std::vector<Bytes> sizes;
+  sizes.reserve(table.all().size());
+  for (const auto& block : table.all()) {
+    sizes.push_back(block->truth.is_settled() ? 0 : block->place.bytes());
+  }
+  if (!stands(table) || !all_fit(future_, sizes)) {
+    drop();
+  }
+}
+
+bool StandingPlan::stands(const BlockTable& table) const noexcept {
+  return std::ranges::all_of(table.all(), [](const auto& block) {
+    return block->outlook.next_use == Outlook::kNever || (block->outlook.wanted && block->has_fill());
+  });
+}
+
+std::optional<Bytes> StandingPlan::go_on(const BlockTable& table, const PlannedMemory& memory, std::int32_t block) {
+  if (next_ >= future_.size() || future_[next_].block != block || memory != memory_ || !stands(table)) {
+    drop();
+    return std::nullopt;
+  }
+  if (next_ > 0) {
+    const std::int32_t before = future_[next_ - 1].block;
+    const auto from = future_.begin() + static_cast<std::ptrdiff_t>(next_);
+    const auto again = std::find_if(from, future_.end(), [before](const Use& use) { return use.block == before; });
+    Outlook& outlook = table.at(before).outlook;
+    outlook.wanted = again != future_.end();
+    outlook.next_use = outlook.wanted ? again - future_.begin() : Outlook::kNever;
+  }
+  return future_[next_++].room;
+}
+
+// ---- passes ---------------------------------------------------------------------------------------------------------
 Bytes Passes::take_peak() {
   if (activations_.meter) {
     return activations_.meter();
@@ -33,7 +84,7 @@ void Passes::begin(PassKind kind, int version) {
   {
     const Lock lock = table_.lock();
     trace_.begin(kind, version);
-    planned = plan(lock);
+    planned = plan(lock, PlannedMemory::of(table_, ledger_.limit()), /*is_ahead=*/true);
   }
   fills_.begin_ahead(planned.wanted, planned.room, fills_.refusals());
 }
@@ -80,43 +131,46 @@ double Passes::wait_for_fills() noexcept {
   return waited;
 }
 
-Passes::Plan Passes::plan(const Lock& /*lock*/) {
+Passes::Plan Passes::plan_use(const Lock& lock, std::int32_t block) {
+  const PlannedMemory memory = PlannedMemory::of(table_, ledger_.limit());
+  if (const std::optional<Bytes> room = standing_.go_on(table_, memory, block)) {
+    return {.wanted = {}, .room = *room + memory.settled};
+  }
+  return plan(lock, memory, /*is_ahead=*/false);
+}
+
+Passes::Plan Passes::plan(const Lock& /*lock*/, const PlannedMemory& memory, bool is_ahead) {
+  standing_.drop();
   const auto& blocks = table_.all();
   // Settled blocks keep their slots under any plan: their bytes are subtracted from every moment's room, and they count
   // as empty in the choice.
   std::vector<Bytes> sizes;
+  std::vector<bool> resident;
   sizes.reserve(blocks.size());
-  Bytes settled = 0;
-  Bytes beside = 0;
+  resident.reserve(blocks.size());
   for (const auto& block : blocks) {
     block->outlook.next_use = Outlook::kNever;
     block->outlook.wanted = false;
-    const bool is_settled = block->truth.is_settled();
-    sizes.push_back(is_settled ? 0 : block->place.bytes());
-    settled += is_settled ? block->place.bytes() : 0;
-    beside += is_settled ? block->truth.beside() : 0;
+    sizes.push_back(block->truth.is_settled() ? 0 : block->place.bytes());
+    resident.push_back(block->has_fill());
   }
   std::vector<Use> future =
-      trace_.future(ledger_.limit() - activations_.slack - beside, activations_.gradient_reserve, blocks.size());
+      trace_.future(memory.limit - activations_.slack - memory.beside, activations_.gradient_reserve, blocks.size());
   if (future.empty()) {
     return {};
   }
   for (std::size_t when = future.size(); when-- > 0;) {
     table_.at(future[when].block).outlook.next_use = static_cast<std::int64_t>(when);
   }
-  std::vector<bool> resident(blocks.size());
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    const BlockState state = blocks[i]->place.state();
-    resident[i] = state == BlockState::kPresent || state == BlockState::kLoading;
-  }
-  Plan planned{.room = future[0].room};
+  Plan planned{.wanted = {}, .room = future[0].room};
   for (Use& use : future) {
-    use.room -= settled;
+    use.room -= memory.settled;
   }
   planned.wanted = choose_resident(future, sizes, resident);
   for (const std::int32_t index : planned.wanted) {
     table_.at(index).outlook.wanted = true;
   }
+  standing_.set(table_, memory, std::move(future), is_ahead);
   return planned;
 }
 
@@ -125,18 +179,27 @@ void Passes::arrive(std::int32_t index) {
   PagedBlock& block = table_.at(index);
   const Bytes peak = take_peak();
   Plan planned;
+  bool is_ready = false;
   {
     const Lock lock = table_.lock();
     trace_.arrive(index, peak);
     block.outlook.last_arrival = ++arrivals_;
-    planned = plan(lock);
+    planned = plan_use(lock, index);
     ++block.pins;
+    is_ready = block.place.is_ready();
+    if (is_ready) {
+      block.place.uses().note_use();
+    }
   }
   const std::int64_t refusals = fills_.refusals();
   try {
-    fills_.begin(block);
+    if (!is_ready) {
+      fills_.begin(block);
+    }
     fills_.begin_ahead(planned.wanted, planned.room, refusals);
-    fills_.make_present(block, AcquireReason::kHook);
+    if (!is_ready) {
+      fills_.make_present(block, AcquireReason::kHook);
+    }
   } catch (...) {  // re-raised: a failed arrival pins nothing
     const Lock lock = table_.lock();
     block.unpin();
@@ -147,6 +210,7 @@ void Passes::arrive(std::int32_t index) {
 void Passes::forget_activations() {
   const Lock lock = table_.lock();
   trace_.forget_activations();
+  standing_.drop();
 }
 
 std::vector<std::pair<std::int32_t, Bytes>> Passes::recorded(PassKind kind) const {

@@ -5,9 +5,6 @@
 
 namespace hydra {
 
-namespace {
-
-/// Whether there is room for all blocks of the future at every moment. Most often it is so, and told in one pass.
 bool all_fit(std::span<const Use> future, std::span<const Bytes> slot_bytes) {
   std::vector<bool> seen(slot_bytes.size(), false);
   Bytes together = 0;
@@ -20,8 +17,6 @@ bool all_fit(std::span<const Use> future, std::span<const Bytes> slot_bytes) {
   }
   return together <= room;
 }
-
-}  // namespace
 
 std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span<const Bytes> slot_bytes,
                                           const std::vector<bool>& resident) {

@@ -21,6 +21,9 @@ struct Use {
   bool loadable = true;
 };
 
+/// Whether there is room for all blocks of the future at every moment. Most often it is so, and told in one pass.
+bool all_fit(std::span<const Use> future, std::span<const Bytes> slot_bytes);
+
 /// `future[0]`: the use now. `resident[b]`: whether block b has valid bytes in a slot, or is being loaded.
 /// Returns the blocks that should have a slot, nearest use first, always including `future[0].block`.
 std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span<const Bytes> slot_bytes,

@@ -16,12 +16,14 @@ TicketPtr WorkerLane::submit(Job job) {
   TicketPtr ticket = pending.ticket;
   Queue& queue = queues_.at(static_cast<std::size_t>(job.priority));
   pending.job = std::move(job);
-  const std::lock_guard lock(mutex_);
-  HYDRA_EXPECT(!stopping_, StateError, "this lane is closing and takes no more jobs");
-  pending.sequence = submitted_ + 1;
-  queue.push_back(std::move(pending));
-  ++submitted_;
-  changed_->notify_all();
+  {
+    const std::lock_guard lock(mutex_);
+    HYDRA_EXPECT(!stopping_, StateError, "this lane is closing and takes no more jobs");
+    pending.sequence = submitted_ + 1;
+    queue.push_back(std::move(pending));
+    ++submitted_;
+  }
+  changed_->notify_all();  // without the mutex, which the worker takes as it wakes
   return ticket;
 }
 

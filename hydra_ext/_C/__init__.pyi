@@ -84,6 +84,7 @@ __all__: list[str] = [
     "Stash",
     "StashPart",
     "StashPass",
+    "StashScope",
     "StashStatistics",
     "Staying",
     "StepRecord",
@@ -1304,11 +1305,6 @@ class StashPart:
     @property
     def streams(self) -> int: ...
 
-class SavedTensor:
-    """
-    What a stash hands to autograd.
-    """
-
 class Stash:
     """
     Saved tensors, off the device until backward.
@@ -1321,19 +1317,8 @@ class Stash:
         device: torch.device,
         budget: typing.SupportsInt | typing.SupportsIndex | None,
     ) -> None: ...
-    def begin_scope(
-        self,
-        key: typing.SupportsInt | typing.SupportsIndex,
-        *,
-        treatment: Treatment = None,
-        part: typing.SupportsInt | typing.SupportsIndex = -1,
-    ) -> None:
-        """
-        What the calling thread saves in this stash is treated so, and counted for that part, until its end_scope().
-        """
     def close(self) -> None: ...
     def copies(self) -> CopyStatistics: ...
-    def end_scope(self, key: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def exact(self) -> dict[str, tuple[int, int]]:
         """
         Intervals and bytes that were not encoded, by the operator that needs them exactly.
@@ -1360,6 +1345,25 @@ class Stash:
         Once the transfers under way have ended.
         """
     def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
+
+class SavedTensor:
+    """
+    What a stash hands to autograd.
+    """
+
+class StashScope:
+    """
+    What the calling thread saves in a stash from begin() to end() is treated so, and counted for that part.
+    """
+    def __init__(
+        self, stash: Stash, *, treatment: Treatment = None, part: typing.SupportsInt | typing.SupportsIndex = -1
+    ) -> None: ...
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def set_treatment(self, treatment: Treatment = None) -> None:
+        """
+        Of calls that begin from now on. None continues that of the scope around it.
+        """
 
 class PagedModel:
     """

@@ -57,12 +57,18 @@ Hold = Callable[[Tensor], Callable[[], Tensor]]  # stores a tensor; the function
 Names = dict[str, Any]  # a module's attributes, or its buffers
 
 
-_thread = threading.local()
+class _OfThread(threading.local):
+    """What a thread has. Attributes of the class are read many times faster than ones that may be missing."""
+
+    repetitions = 0
+
+
+_thread = _OfThread()
 
 
 def is_repeating() -> bool:
     """Whether this thread repeats a call. What it sets during the repetition is undone afterwards."""
-    return bool(getattr(_thread, "repetitions", 0))
+    return _thread.repetitions > 0
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ class CallState:
         of_entries = [held for entries in (self._found.entries, self._found.tensors_inside) for _, held, _ in entries]
         now = self._snapshot(*self._empty, *of_entries)
         copies = _Copies(self._found.written, self._iterators)
-        _thread.repetitions = getattr(_thread, "repetitions", 0) + 1
+        _thread.repetitions += 1
         try:
             for tensor, noted in self._found.values:
                 copies.take(tensor, _lying_as(tensor, noted()))

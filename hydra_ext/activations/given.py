@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from hydra_ext.policy import Compress, GivenPolicies, Keep, Offload, Recompute
 from hydra_ext.tracing import not_traced
 
 NO_PART = -1
-_keys = itertools.count(1)  # keys of scopes; 0 is the scope of a whole stash
 
 
 class ScopedModule(StandIn):
@@ -28,20 +26,18 @@ class ScopedModule(StandIn):
         core: The stash.
         module: Any module.
         part: The scope's part.
-        treatment: The scope's treatment.
-
-    Attributes:
-        treatment: Of calls that begin from now on. None continues that of the scope around it.
+        treatment: The scope's treatment. None continues that of the scope around it.
     """
 
     def __init__(
         self, core: _C.Stash, module: nn.Module, *, part: int = NO_PART, treatment: _C.Treatment | None = None
     ) -> None:
         super().__init__(module)
-        self._core = core
-        self._key = next(_keys)
-        self._part = part
-        self.treatment = treatment
+        self._scope = _C.StashScope(core, treatment=treatment, part=part)
+
+    def treat(self, treatment: _C.Treatment | None) -> None:
+        """Sets the treatment of calls that begin from now on."""
+        self._scope.set_treatment(treatment)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # tensors saved by a compiled graph belong to the scope around the graph
@@ -50,11 +46,11 @@ class ScopedModule(StandIn):
 
     @not_traced
     def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._core.begin_scope(self._key, treatment=self.treatment, part=self._part)
+        self._scope.begin()
         try:
             return self.inner(*args, **kwargs)
         finally:
-            self._core.end_scope(self._key)
+            self._scope.end()
 
 
 @dataclass(frozen=True)
@@ -139,9 +135,9 @@ class GivenTreatments:
         for name, scope in self._scopes.items():
             given = self.policies.by_name.get(name)
             if isinstance(given, Compress) and compress:
-                scope.treatment = self._compress[given]
+                scope.treat(self._compress[given])
             else:
-                scope.treatment = _C.Treatment.move() if given is not None else None
+                scope.treat(_C.Treatment.move() if given is not None else None)
 
     def follow(self, compressed: Collection[nn.Module]) -> None:
         """From now on the policies are followed, and these modules are compressed."""
@@ -150,10 +146,10 @@ class GivenTreatments:
             given, policy = self.policies.by_name.get(name), self.policies.policy_of(name)
             if isinstance(policy, Compress):
                 planned = _C.Treatment.move() if name in self.policies.by_name else None
-                scope.treatment = self._compress[policy] if scope.module in compressed else planned
+                scope.treat(self._compress[policy] if scope.module in compressed else planned)
             else:
                 staying = _C.Staying.LONGEST if isinstance(given, Keep) else _C.Staying.NEVER
-                scope.treatment = _C.Treatment.move(staying=staying)
+                scope.treat(_C.Treatment.move(staying=staying))
 
     @property
     def moves(self) -> bool:

@@ -135,11 +135,12 @@ class Saving:
                 stack.enter_context(profiler.forward())
             stack.enter_context(saved_tensors_hooks(pack, self._core.unpack))
             treatment = self._default if self._dynamic is None else self._dynamic.treatment()
-            self._core.begin_scope(0, treatment=treatment)
+            scope = _C.StashScope(self._core, treatment=treatment)
+            scope.begin()
             try:
                 yield
             finally:
-                self._core.end_scope(0)
+                scope.end()
 
     def measure(self, profiler: Profiler | None) -> None:
         """Forwards are measured from now on; None for no more."""

@@ -47,6 +47,8 @@ class SiteCall(StandIn):
         self._site = site
         self._number = number
         self._blocks = [list(site.blocks), *map(list, site.others)]  # by version
+        self._window = listener.core.window
+        self._kind = listener.forward_kind
 
     # Not traced: the blocks are pinned around the compiled region. The call inside is compiled as usual.
     @not_traced
@@ -58,16 +60,16 @@ class SiteCall(StandIn):
 
     @not_traced
     def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        window = self._listener.core.window
+        window = self._window
         visit = _C.SiteVisit()
         failed = True
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the visit begun.
-            window.begin_visit(visit, self._blocks[self._listener.version], self._listener.forward_kind())
+            window.begin_visit(visit, self._blocks[self._listener.version], self._kind())
             output = self.inner(*args, **kwargs)
             # The graph of a repetition is dropped at once; hooks on its nodes would keep its inputs alive for a while.
             if torch.is_grad_enabled() and not is_repeating():
-                window.returns(visit, list(tensors_in(output)))
+                window.returns(visit, [output] if type(output) is torch.Tensor else list(tensors_in(output)))
             failed = False
             return output
         finally:

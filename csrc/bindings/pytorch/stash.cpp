@@ -70,6 +70,23 @@ void bind_copies(py::module_& module) {
       .def_readonly("reading_seconds", &CopyStatistics::reading_seconds);
 }
 
+void bind_scopes(py::module_& module) {
+  py::class_<StashScope>(module, "StashScope",
+                         "What the calling thread saves in a stash from begin() to end() is treated so, and counted "
+                         "for that part.")
+      .def(py::init([](const Stash& stash, std::shared_ptr<Treatment> treatment, std::int32_t part) {
+             return StashScope(stash.identity(), std::move(treatment), part);
+           }),
+           py::arg("stash"), py::kw_only(), py::arg("treatment") = nullptr, py::arg("part") = kNoPart)
+      .def("begin", &StashScope::begin)
+      .def("end", &StashScope::end)
+      .def(
+          "set_treatment",
+          [](StashScope& scope, std::shared_ptr<Treatment> treatment) { scope.set_treatment(std::move(treatment)); },
+          py::arg("treatment") = nullptr,
+          "Of calls that begin from now on. None continues that of the scope around it.");
+}
+
 }  // namespace
 
 void bind_stash(py::module_& module) {
@@ -104,22 +121,12 @@ void bind_stash(py::module_& module) {
       .def_readonly("moved", &StashPart::moved)
       .def_readonly("encoded", &StashPart::encoded)
       .def_readonly("streams", &StashPart::streams);
-  py::class_<SavedTensor, SavedTensorPtr>(module, "SavedTensor", "What a stash hands to autograd.");
-  py::class_<Stash, std::shared_ptr<Stash>>(module, "Stash", "Saved tensors, off the device until backward.")
+  py::class_<Stash, std::shared_ptr<Stash>> stash_class(module, "Stash",
+                                                        "Saved tensors, off the device until backward.");
+  bind_saved_tensors(module, stash_class);
+  stash_class
       .def(py::init<std::shared_ptr<DeviceBackend>, std::shared_ptr<HostArena>, at::Device, std::optional<Bytes>>(),
            py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("device"), py::arg("budget"))
-      .def("pack", &Stash::pack, py::arg("tensor"))
-      .def("unpack", &Stash::unpack, py::arg("saved"))
-      .def(
-          "begin_scope",
-          [](const Stash& stash, ScopeKey key, std::shared_ptr<Treatment> treatment, std::int32_t part) {
-            begin_scope(stash.identity(), key, std::move(treatment), part);
-          },
-          py::arg("key"), py::kw_only(), py::arg("treatment") = nullptr, py::arg("part") = kNoPart,
-          "What the calling thread saves in this stash is treated so, and counted for that part, until its "
-          "end_scope().")
-      .def(
-          "end_scope", [](const Stash& stash, ScopeKey key) { end_scope(stash.identity(), key); }, py::arg("key"))
       .def("set_budget", &Stash::set_budget, py::arg("budget"),
            "None: as much as transfers need. Intervals above the budget leave.")
       .def("limit_host", &Stash::limit_host, py::arg("bytes"), py::arg("folder"), py::arg("files") = nullptr,
@@ -131,6 +138,7 @@ void bind_stash(py::module_& module) {
       .def("exact", &exact, "Intervals and bytes that were not encoded, by the operator that needs them exactly.")
       .def("close", &Stash::close)
       .def("statistics", &Stash::statistics, "Once the transfers under way have ended.");
+  bind_scopes(module);
 }
 
 }  // namespace hydra

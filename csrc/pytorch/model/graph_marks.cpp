@@ -81,7 +81,7 @@ std::weak_ptr<const void> GraphMarks::mark(const std::vector<at::Tensor>& output
   }
   for (const at::Tensor& output : outputs) {
     const NodePtr node = output.grad_fn();
-    if (!node || !seen.insert(node.get()).second) {
+    if (!node || (outputs.size() > 1 && !seen.insert(node.get()).second)) {
       continue;
     }
     nodes_.emplace_back(WeakNodePtr(node));

@@ -1,5 +1,6 @@
 #include "csrc/pytorch/stash/interval_index.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -38,11 +39,12 @@ StashedIntervalPtr IntervalIndex::Lock::look_at(const std::weak_ptr<StashedInter
 IntervalIndex::Entry IntervalIndex::enter(const c10::Storage& storage, Bytes begin, const SavedBytes& saved,
                                           Wishes wishes, Staying staying) {
   Entry entry;
+  bool may_leave = false;  // since this call
   const Lock lock(*this);
   ++figures_.statistics.tensors;
   entry.interval = find(lock, storage, begin, saved, wishes);
   if (entry.interval) {
-    entry.may_leave = entry.interval->share(lock, wishes, staying);
+    may_leave = entry.interval->share(lock, wishes, staying);
   } else {
     entry.interval =
         std::make_shared<StashedInterval>(shared_from_this(), numbered_++, saved, std::move(wishes), staying);
@@ -51,15 +53,20 @@ IntervalIndex::Entry IntervalIndex::enter(const c10::Storage& storage, Bytes beg
     figures_.statistics.saved_bytes += saved.bytes;
     room_.note_saved(saved.bytes);
     entry.interval->start(lock, storage, begin);
-    entry.may_leave = staying != Staying::kAlways;
+    may_leave = staying != Staying::kAlways;
   }
   entry.begin = entry.interval->begin_in_storage(lock);
-  if (entry.may_leave) {
+  if (may_leave) {
     if (entry.interval->may_be_encoded_at_once(lock)) {
       undecided_.push_back(entry.interval);
     } else {
       entry.leaves = entry.interval->leaves_at_once(lock);
     }
+  }
+  entry.may_encode = may_leave && !(undecided_.empty() && in_making_.empty());
+  entry.stays = !entry.may_encode && !entry.leaves && room_.has_room(0);
+  if (entry.stays) {
+    room_.note_peak();
   }
   return entry;
 }
@@ -205,13 +212,15 @@ void IntervalIndex::await_length(const Lock& /*lock*/, const StashedIntervalPtr&
 }
 
 void IntervalIndex::forget(const Lock& /*lock*/, const StashedInterval& interval,
-                           const std::vector<c10::StorageImpl*>& storages) noexcept {
+                           c10::ArrayRef<c10::StorageImpl*> storages) noexcept {
   away_.erase(interval.number());
   for (c10::StorageImpl* storage : storages) {
     const auto found = by_storage_.find(storage);
     if (found != by_storage_.end()) {
-      std::erase_if(found->second, [](const auto& other) { return other.expired(); });
-      if (found->second.empty()) {
+      auto& known = found->second;
+      known.erase(std::ranges::remove_if(known, [](const auto& other) { return other.expired(); }).begin(),
+                  known.end());
+      if (known.empty()) {
         by_storage_.erase(found);
       }
     }

@@ -12,6 +12,8 @@
 #include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <deque>
 #include <map>
@@ -129,9 +131,10 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   /// The interval that a tensor is saved in.
   struct Entry {
     StashedIntervalPtr interval;
-    Bytes begin = 0;         // where the interval begins in the tensor's storage
-    bool may_leave = false;  // whether it may leave since this call
-    bool leaves = false;     // whether it leaves at once, without being encoded
+    Bytes begin = 0;          // where the interval begins in the tensor's storage
+    bool may_encode = false;  // whether it may leave since this call, and intervals are to be encoded
+    bool leaves = false;      // whether it leaves at once, without being encoded
+    bool stays = false;       // whether no interval is to be encoded or to leave now
   };
   /// Finds the interval that has these bytes of the storage, in their present version, as `wishes` need them. Otherwise
   /// makes a new one, which holds the storage from now on.
@@ -178,8 +181,7 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   /// Lets the interval be found by that storage.
   void note_storage(const Lock& lock, c10::StorageImpl* storage, const StashedIntervalPtr& interval);
   void await_length(const Lock& lock, const StashedIntervalPtr& interval);
-  void forget(const Lock& lock, const StashedInterval& interval,
-              const std::vector<c10::StorageImpl*>& storages) noexcept;
+  void forget(const Lock& lock, const StashedInterval& interval, c10::ArrayRef<c10::StorageImpl*> storages) noexcept;
 
  private:
   void drop_released(const Lock& lock) noexcept;
@@ -193,7 +195,7 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   // take longer the more are saved.
   std::map<std::int64_t, std::weak_ptr<StashedInterval>> held_;  // those that are held and may leave
   std::map<std::int64_t, std::weak_ptr<StashedInterval>> away_;  // those that only the host has
-  std::unordered_map<c10::StorageImpl*, std::vector<std::weak_ptr<StashedInterval>>> by_storage_;
+  std::unordered_map<c10::StorageImpl*, c10::SmallVector<std::weak_ptr<StashedInterval>, 1>> by_storage_;
   std::deque<std::weak_ptr<StashedInterval>> undecided_;  // to be encoded once others have been saved after them
   std::deque<std::weak_ptr<StashedInterval>> in_making_;
   std::deque<TicketPtr> releasing_;

@@ -11,17 +11,35 @@ namespace hydra {
 
 namespace autograd = torch::autograd;
 
+namespace {
+
+/// The tensor itself would own its graph, and the graph would own it. A leaf that requires a gradient has no graph. All
+/// others are detached as torch detaches them when it saves an output, without the dispatcher.
+at::Tensor without_graph(const at::Tensor& tensor) {
+  if (tensor.is_leaf() && tensor.requires_grad()) {
+    return tensor;
+  }
+  return tensor.is_inference() ? tensor.detach() : tensor.tensor_data();
+}
+
+}  // namespace
+
 Bytes memory_alignment(c10::Device device) noexcept { return device.is_cuda() ? kPageAlignment : 64; }
 
 std::optional<c10::Stream> compute_stream(c10::Device device) {
   return device.is_cuda() ? std::optional(c10::impl::VirtualGuardImpl(device.type()).getStream(device)) : std::nullopt;
 }
 
-SavedTensor::SavedTensor(const at::Tensor& tensor)
-    : sizes_(tensor.sizes()), dtype_(tensor.dtype()), device_(tensor.device()) {
+SavedTensor::SavedTensor(const at::Tensor& tensor, Kind kind) : dtype_(tensor.dtype()), device_(tensor.device()) {
   if (!tensor.is_inference()) {
     counter_ = autograd::impl::version_counter(tensor);
     version_ = counter_.current_version();
+  }
+  if (kind == Kind::kKept) {
+    kept_ = without_graph(tensor);
+  } else {
+    sizes_ = tensor.sizes();
+    strides_ = tensor.strides();
   }
 }
 
@@ -42,7 +60,8 @@ void SavedTensor::expect_unchanged() const {
       now == version_,
       "one of the variables needed for gradient computation has been modified by an inplace operation: [",
       device_.is_cuda() ? "torch.cuda." : "torch.", c10::toString(c10::typeMetaToScalarType(dtype_)), "Tensor ",
-      at::IntArrayRef(sizes_), "] is at version ", now, "; expected version ", version_,
+      kept_.defined() ? kept_.sizes() : at::IntArrayRef(sizes_), "] is at version ", now, "; expected version ",
+      version_,
       " instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
       "torch.autograd.set_detect_anomaly(True).");
 }

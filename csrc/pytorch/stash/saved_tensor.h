@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
+#include <cstdint>
 #include <optional>
 
 #include "csrc/pytorch/stash/stashed_interval.h"
@@ -17,7 +17,8 @@ std::optional<c10::Stream> compute_stream(c10::Device device);
 
 class SavedTensor {
  public:
-  explicit SavedTensor(const at::Tensor& tensor);
+  enum class Kind : std::uint8_t { kKept, kInInterval };
+  SavedTensor(const at::Tensor& tensor, Kind kind);
 
   VersionMark mark() const noexcept;
   /// Throws c10::Error, as torch does, if the tensor was written to since it was saved.
@@ -27,19 +28,18 @@ class SavedTensor {
 
  private:
   friend class Stash;
-  at::Tensor kept_;  // the tensor itself, if it was not moved
+  at::Tensor kept_;  // the tensor itself, without its graph; undefined if the interval has its bytes
   StashedIntervalPtr interval_;
   bool taken_ = false;  // whether a backward has read it
 
   c10::VariableVersion counter_;
   std::uint32_t version_ = 0;
+  // Of a tensor in an interval:
   at::DimVector sizes_;
   at::DimVector strides_;
   Bytes offset_ = 0;  // in the interval
   caffe2::TypeMeta dtype_;
   c10::Device device_;
 };
-
-using SavedTensorPtr = std::shared_ptr<SavedTensor>;
 
 }  // namespace hydra

@@ -81,19 +81,19 @@ bool Stash::can_move(const at::Tensor& tensor) const {
   return found == protected_.end() || found->second.expired();
 }
 
-SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
-  auto saved = std::make_shared<SavedTensor>(tensor);
+SavedTensor Stash::pack(const at::Tensor& tensor) {
   const Treatment& treatment = current_treatment(identity_);
   const bool movable = can_move(tensor);
   if (treatment.kind == TreatmentKind::kKeep || !movable) {
-    saved->kept_ = tensor.detach();  // the tensor itself owns its graph, which would then own itself
+    SavedTensor kept(tensor, SavedTensor::Kind::kKept);
     const Lock lock(*index_);
     StashFigures& figures = index_->figures(lock);
     figures.parts[current_part(identity_)].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
     ++figures.statistics.tensors;
     ++figures.statistics.kept;
-    return saved;
+    return kept;
   }
+  SavedTensor saved(tensor, SavedTensor::Kind::kInInterval);
   const c10::Storage& storage = tensor.storage();
   auto [begin, end] = extent_of(tensor);
   const auto whole = static_cast<Bytes>(storage.nbytes());
@@ -107,14 +107,16 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
   const SavedBytes bytes{.bytes = end - begin,
                          .lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_))),
-                         .mark = saved->mark(),
+                         .mark = saved.mark(),
                          .stream = compute_stream(device_),
                          .part = current_part(identity_)};
   const IntervalIndex::Entry entry = index_->enter(storage, begin, bytes, std::move(wishes), staying);
-  saved->interval_ = entry.interval;
-  saved->strides_ = tensor.strides();
-  saved->offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - entry.begin;
-  if (entry.may_leave) {
+  saved.interval_ = entry.interval;
+  saved.offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - entry.begin;
+  if (entry.stays) {
+    return saved;
+  }
+  if (entry.may_encode) {
     decide();
   }
   if (entry.leaves) {

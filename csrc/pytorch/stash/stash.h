@@ -57,7 +57,7 @@ class Stash final {
   /// Identifies this stash in the scopes of threads (treatment.h). No other stash ever gets the same value.
   StashIdentity identity() const noexcept { return identity_; }
 
-  SavedTensorPtr pack(const at::Tensor& tensor);
+  SavedTensor pack(const at::Tensor& tensor);
   at::Tensor unpack(SavedTensor& saved);
   // Ways to make room for an allocation on the device, from inside it: no call allocates device memory. Both return
   // whether something has changed, so that the allocation is worth another attempt.

@@ -16,7 +16,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "csrc/pytorch/memory/copy_store.h"
 #include "csrc/pytorch/stash/coder.h"
@@ -196,7 +195,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
     c10::StorageImpl* storage = nullptr;  // for comparison only
     const void* data = nullptr;           // its address when the bytes were there
     Bytes begin = 0;                      // where the interval begins in it
-    std::vector<c10::StorageImpl*> found_by;
+    c10::SmallVector<c10::StorageImpl*, 1> found_by;
   };
 
   struct Readers {

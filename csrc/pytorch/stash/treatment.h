@@ -1,12 +1,13 @@
 // The policy for tensors that a thread saves in a stash, and the part of the model that saves them.
 //
-// Scopes set both. A scope belongs to one stash, and has a key that its caller chooses, usually a module. Scopes of one
-// stash nest; those of several stashes are independent. A scope that was never ended, because hooks of its module
-// failed, ends with the scope around it. Threads: each thread has its own scopes.
+// Scopes set both. A scope belongs to one stash, and usually to a module, whose calls begin and end it. Scopes of one
+// stash nest, also inside themselves; those of several stashes are independent. A scope that was never ended, because
+// hooks of its module failed, ends with the scope around it. Threads: each thread has its own scopes.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "csrc/pytorch/stash/layer_bounds.h"
 
@@ -39,14 +40,30 @@ struct Treatment {
 
 using TreatmentPtr = std::shared_ptr<const Treatment>;
 using StashIdentity = std::uint64_t;
-using ScopeKey = std::uintptr_t;
 
 inline constexpr std::int32_t kNoPart = -1;
 
-/// Begins a scope. With a null treatment, or kNoPart, that of the scope around it continues.
-void begin_scope(StashIdentity stash, ScopeKey key, TreatmentPtr treatment, std::int32_t part);
-/// Ends the innermost scope of that stash with that key, and all scopes of the stash inside it.
-void end_scope(StashIdentity stash, ScopeKey key) noexcept;
+class StashScope {
+ public:
+  /// With a null treatment, or kNoPart, that of the scope around it continues.
+  StashScope(StashIdentity stash, TreatmentPtr treatment, std::int32_t part) noexcept;
+
+  /// Begins the scope on the calling thread.
+  void begin() const;
+  /// Ends its last begin() on the calling thread, and all scopes of the stash inside it.
+  void end() const noexcept;
+
+  const TreatmentPtr& treatment() const noexcept { return treatment_; }
+  /// Sets that of scopes that begin from now on.
+  void set_treatment(TreatmentPtr treatment) noexcept { treatment_ = std::move(treatment); }
+
+ private:
+  const StashIdentity stash_;
+  const std::uint64_t key_;  // no other scope ever has the same
+  TreatmentPtr treatment_;
+  const std::int32_t part_;
+};
+
 /// The treatment of the innermost scope that has one; kMove if there is none.
 const Treatment& current_treatment(StashIdentity stash) noexcept;
 std::int32_t current_part(StashIdentity stash) noexcept;

@@ -30,6 +30,8 @@ _GRADIENTS_PER_BUDGET = 8
 # Of a GPU's free memory. The rest is for what does not come from torch's allocator: kernels, and libraries' workspaces.
 _AUTO_SHARE = 0.94
 
+_FORWARD, _INFERENCE = _C.PassKind.FORWARD, _C.PassKind.INFERENCE
+
 # Types of the arguments that a place moves, each as a whole; the lengths of a packed sequence stay on the host. Other
 # arguments are not changed.
 MOVED = (torch.Tensor, PackedSequence)
@@ -40,6 +42,7 @@ class Place(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._type = device.type
         self._residents: Residents | None = None
         self._told_of_autocast = False
 
@@ -115,10 +118,10 @@ class Place(ABC):
 
         Trainers with ``use_cpu=True``, an obvious choice for parameters on the host, enable such an autocast.
         """
-        kind = self.device.type
+        kind = self._type
         if kind != "cpu" and torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled(kind):
             self._tell_of_autocast(torch.get_autocast_dtype("cpu"))
-        return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
+        return _FORWARD if torch.is_grad_enabled() else _INFERENCE
 
     def _tell_of_autocast(self, dtype: torch.dtype) -> None:
         if not self._told_of_autocast:

@@ -63,6 +63,18 @@ class ForkTest : public ::testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(Modes, ForkTest, ::testing::Bool(),
                          [](const auto& mode) { return mode.param ? "Asynchronous" : "Plain"; });
 
+TEST(ForksTest, AreCountedInTheChildAlone) {
+  const std::int64_t here = forks();
+  const HomeProcess home;
+  EXPECT_EQ(status_of_child([&] {
+              const bool grandchild = status_of_child([&] { return forks() == here + 2 && !home.here(); }) == 0;
+              return grandchild && forks() == here + 1 && !home.here() && HomeProcess().here();
+            }),
+            0);
+  EXPECT_EQ(forks(), here);
+  EXPECT_TRUE(home.here());
+}
+
 TEST_P(ForkTest, LanesTakeNoJobsInAChild) {
   Rig rig(GetParam());
   std::vector<std::uint8_t> to(kBlock);

@@ -109,6 +109,50 @@ TEST_P(PagerTest, LoadsTwiceTheBlocksLessTheSlotsOnceItKnowsTheOrder) {
   }
 }
 
+TEST_P(PagerTest, EvictsWhatIsNeededLastWhereAllFit) {
+  constexpr std::int32_t kBlocks = 6;
+  for (std::int32_t now = 1; now < kBlocks - 1; ++now) {
+    make(kBlocks, kBlocks * kBlock);
+    step(kBlocks);
+    step(kBlocks);
+    pager_->passes().begin(PassKind::kForward);
+    for (std::int32_t i = 0; i <= now; ++i) {
+      visit(i);
+    }
+    EXPECT_TRUE(pager_->evict_one());
+    EXPECT_FALSE(blocks_[0]->readable()) << "the backward needs it last; now at " << now;
+    for (std::int32_t i = now + 1; i < kBlocks; ++i) {
+      visit(i);
+    }
+    pager_->passes().end(true);
+    pager_->passes().begin(PassKind::kBackward);
+    for (std::int32_t i = kBlocks; i-- > now;) {
+      visit(i);
+    }
+    EXPECT_TRUE(pager_->evict_one());
+    EXPECT_FALSE(blocks_[kBlocks - 1]->readable()) << "the next forward needs it last; now at " << now;
+    EXPECT_EQ(pager_->statistics().evictions, 2);
+    TearDown();
+    pager_.reset();
+    blocks_.clear();
+  }
+}
+
+TEST_P(PagerTest, FetchesAheadWhatLosesItsBytesWhereAllFit) {
+  make(4, 4 * kBlock);
+  step(4);
+  step(4);
+  pager_->passes().begin(PassKind::kForward);
+  visit(0);
+  pager_->contents().invalidate(3);
+  const std::int64_t before = pager_->statistics().prefetched;
+  visit(1);
+  EXPECT_EQ(pager_->statistics().prefetched, before + 1);
+  visit(2);
+  visit(3);
+  pager_->passes().end(true);
+}
+
 TEST_P(PagerTest, LeavesRoomForGradientsThatLeaveWhileABlockIsInUse) {
   constexpr std::int32_t kBlocks = 6;
   constexpr Bytes kSlots = 4;
