@@ -16,7 +16,8 @@ class DeviceMath {
   virtual ~DeviceMath() = default;
   /// Enqueues the update of every parameter in the plan, behind the work that the calling thread has enqueued.
   virtual void run(const StepPlan& plan, float scale) = 0;
-  /// Does what the function of the same name does, and blocks until the sums are on the host.
+  /// Does what the function of the same name does, and blocks until the sums are on the host. Throws OutOfMemory if the
+  /// device has no memory for them. It asks no run to make room, so it may be called under a lock of one.
   virtual void sums_of_squares(std::span<const NormInput> inputs, std::span<double> sums) = 0;
 };
 
