@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -159,6 +161,35 @@ def test_memory_that_came_back_is_not_used_again_while_another_stream_reads_it()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.cpu(), other)
     assert stash.report().to_device_bytes > 0
+
+
+@pytest.mark.parametrize("policy", [hydra_ext.Offload(), hydra_ext.Compress()], ids=["moved", "compressed"])
+def test_memory_of_another_stream_stays_until_the_operator_that_saves_it_has_read_it(policy: object) -> None:
+    """The graph keeps the tensor until backward, so plain PyTorch needs no record_stream() here."""
+    home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    source = torch.randn(512, 512, device="cuda").requires_grad_()
+    weight = torch.randn(512, 512, device="cuda").requires_grad_()
+
+    def output_of(saving: AbstractContextManager[object]) -> Tensor:
+        x = source.cos()
+        side.wait_stream(home)
+        with torch.cuda.stream(side), saving:
+            early = nn.functional.gelu(x) * weight
+            torch.cuda._sleep(400_000_000)
+            return nn.functional.gelu(x) + early
+
+    plain = output_of(nullcontext())  # its graph has to stay until it is there
+    home.wait_stream(side)
+    expected = plain.detach().cpu()
+    del plain
+    stash = hydra_ext.stash(policy, device="cuda")  # type: ignore[arg-type]
+    for _ in range(3):
+        found = output_of(stash)
+        stash.report()  # waits until all has left
+        noise = [torch.full((512, 512), float("nan"), device="cuda") for _ in range(8)]
+        home.wait_stream(side)
+        assert torch.equal(found.detach().cpu(), expected)
+        del found, noise
 
 
 def test_compression_makes_room_while_its_own_allocations_ask_for_it() -> None:

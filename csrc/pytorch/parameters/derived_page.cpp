@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -42,6 +43,7 @@ void DerivedPage::pin(bool written) {
   if (!memory_) {
     cast();
   }
+  follow_cast();
   kept_ = kept_ || written;
   ++pins_;
 }
@@ -96,8 +98,31 @@ void DerivedPage::cast() {
     copy.copy_(parameter_);
   }
   memory_ = std::move(memory);  // after the copy, which may throw: the next operation must not read undefined bytes
+  note_cast();
   storage_->clear_data_ptr_access_error_msg_();
   storage_->set_data_ptr_noswap(pointer());
+}
+
+void DerivedPage::note_cast() {
+  const c10::Device device = parameter_.device();
+  if (device.is_cpu()) {
+    return;
+  }
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  cast_.emplace(Cast{.stream = stream, .end = c10::Event(device.type())});
+  cast_->end.record(stream);
+}
+
+void DerivedPage::follow_cast() {
+  if (!cast_) {
+    return;
+  }
+  const c10::impl::VirtualGuardImpl guard(cast_->stream.device_type());
+  const c10::Stream reader = guard.getStream(cast_->stream.device());
+  if (reader != cast_->stream) {
+    cast_->end.block(reader);
+    guard.recordDataPtrOnStream(memory_, reader);
+  }
 }
 
 DerivedPage* derived_page_of(const at::Tensor& tensor) noexcept {
@@ -122,6 +147,7 @@ DerivedPagePtr derive(const at::Tensor& parameter, const Page& page, const at::T
 
 void DerivedPage::take_over() {
   memory_ = storage_->set_data_ptr(c10::DataPtr());
+  note_cast();
   storage_->set_data_ptr_noswap(pointer());
 }
 

@@ -8,6 +8,7 @@ Otherwise device parameters, inputs and buffers are on :attr:`Place.device`.
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -89,6 +90,9 @@ class Place(ABC):
         """The input of the root, moved to the place's device."""
         tensor = value.data if isinstance(value, PackedSequence) else value
         return value.to(self.device) if tensor.device.type == "cpu" else value
+
+    def wait_for_inputs(self) -> None:  # noqa: B027 - most places have nothing to wait for
+        """Returns when the inputs that the calling thread has moved have been read, and may be written again."""
 
     def open(self, model: nn.Module, arena: _C.HostArena) -> None:
         """Moves the residents to the device before the first forward. :meth:`close` undoes it."""
@@ -182,6 +186,7 @@ class CudaPlace(Place):
         self._backend: Any = None
         self._settled = False
         self._opened = False
+        self._reading = threading.local()  # its `ends` are events behind the thread's copies of pinned inputs
 
     def make_backend(self) -> _C.DeviceBackend:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -227,7 +232,17 @@ class CudaPlace(Place):
     def move_input(self, value: Any) -> Any:
         # Not for parameters: the arena has pinned their memory, and nothing keeps its bytes until the copy has run.
         at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()
-        return value.to(self.device, non_blocking=True) if at_once else super().move_input(value)
+        if not at_once:
+            return super().move_input(value)
+        moved = value.to(self.device, non_blocking=True)
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        end.record(torch.cuda.current_stream(self.device))
+        self._reading.__dict__.setdefault("ends", []).append(end)
+        return moved
+
+    def wait_for_inputs(self) -> None:
+        for end in self._reading.__dict__.pop("ends", []):
+            end.synchronize()
 
     def open(self, model: nn.Module, arena: _C.HostArena) -> None:
         if arena.pageable_bytes > 0:
