@@ -205,7 +205,7 @@ def test_a_use_asks_for_memory_ahead_until_it_is_refused() -> None:
 def test_a_run_opens_while_an_allocation_waits_for_room() -> None:
     first = "import support.emulated_first\n" if EMULATED else ""
     body = "from support import allocations\nallocations.open_a_run_while_an_allocation_waits()\n"
-    subprocess.run([sys.executable, "-c", first + body], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", first + body], check=True, timeout=60)
 
 
 def test_the_users_peak_spans_the_run() -> None:
