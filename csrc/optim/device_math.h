@@ -1,6 +1,6 @@
 // The arithmetic of optimizer steps in a device's own memory.
 //
-// It gives the same bits as StepPlan and norm.h on the host, except for a NaN's sign and payload. Backends provide it if
+// It gives the bits of StepPlan and norm.h on the host, except for a NaN's sign and payload. Backends provide it if
 // the host cannot compute on their memory. Memory is the caller's, and has to stay until the device has run the work.
 #pragma once
 

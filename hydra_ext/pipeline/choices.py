@@ -91,7 +91,8 @@ def choose_device(device: torch.device | str | SimulatedDevice | None) -> torch.
         return torch.device("cpu")
     if device is not None:
         given = torch.device(device)
-        is_current = given.type == "cuda" and given.index is None and torch.cuda.is_available()
+        index: int | None = given.index
+        is_current = given.type == "cuda" and index is None and torch.cuda.is_available()
         return torch.device("cuda", torch.cuda.current_device()) if is_current else given
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

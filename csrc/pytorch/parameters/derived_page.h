@@ -62,7 +62,7 @@ class DerivedPage final : public c10::intrusive_ptr_target {
     c10::Event end;
   };
   std::optional<Cast> cast_;  // of `memory_`; null on the CPU
-  at::Tensor shape_;  // the copy's dtype, sizes and strides, on the meta device
+  at::Tensor shape_;          // the copy's dtype, sizes and strides, on the meta device
   std::int32_t pins_ = 0;
   bool drop_at_unpin_ = false;
   bool kept_ = false;

@@ -162,7 +162,7 @@ class Reducer:
             batch, stream = entry
             start = time.perf_counter()
             try:
-                with torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(stream):
                     self._reduce(batch)
             except TransportError as error:
                 with suppress(RankFailed):  # the watch has entered it: waiting threads learn of it there

@@ -392,6 +392,13 @@ TEST_F(CudaDeviceTest, AForkedChildLeavesTheParentsPinsAlone) {
 }
 
 TEST_F(CudaDeviceTest, APinEndsOnTheDeviceWhereItWasMade) {
+  void* const slot = device_->slots().allocate(kBytes);
+  std::vector<std::uint8_t> bytes = random_bytes(kBytes, 6);
+  fill(slot, bytes, {})->wait();  // the lanes' threads have made their device current
+  Job back;
+  back.segments = {{bytes.data(), slot, kBytes}};
+  device_->to_host().submit(std::move(back))->wait();
+  device_->slots().release(slot, kBytes);
   CudaPinner pinner(1);
   std::vector<char> region(4096);
   ASSERT_TRUE(pinner.pin(region.data(), kBytes));
