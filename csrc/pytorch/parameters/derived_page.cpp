@@ -35,12 +35,12 @@ DerivedPage::DerivedPage(const at::Tensor& parameter, const Page& page, const at
 
 c10::DataPtr DerivedPage::pointer() noexcept {
   auto reference = c10::intrusive_ptr<DerivedPage>::reclaim_copy(this);
-  return {memory_.get(), reference.release(), &release_derived, parameter_.device()};
+  return {memory_.data.get(), reference.release(), &release_derived, parameter_.device()};
 }
 
 void DerivedPage::pin(bool written) {
   const auto lock = lock_without_gil(mutex_);
-  if (!memory_) {
+  if (!memory_.data) {
     cast();
   }
   follow_cast();
@@ -58,17 +58,17 @@ void DerivedPage::unpin() noexcept {
 
 bool DerivedPage::drop() noexcept {
   const auto lock = lock_without_gil(mutex_);
-  if (!memory_ || kept_) {
+  if (!memory_.data || kept_) {
     return false;
   }
   drop_at_unpin_ = true;
   drop_locked();
-  return !memory_;
+  return !memory_.data;
 }
 
 void DerivedPage::release_resources() {
   const std::lock_guard lock(mutex_);
-  memory_ = c10::DataPtr();
+  memory_.data = c10::DataPtr();
   parameter_.reset();
 }
 
@@ -77,7 +77,7 @@ void DerivedPage::drop_locked() noexcept {
     return;
   }
   drop_at_unpin_ = false;
-  const c10::DataPtr gone = std::exchange(memory_, c10::DataPtr());  // a moved-from pointer keeps its address
+  const c10::DataPtr gone = std::exchange(memory_.data, c10::DataPtr());  // a moved-from pointer keeps its address
   storage_->set_data_ptr_noswap(pointer());
   storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "hydra_ext: the low-precision copy of '" + name_ + "' is not on the device now; use it inside the forward");
@@ -97,7 +97,8 @@ void DerivedPage::cast() {
         at::from_blob(memory.get(), shape_.sizes(), shape_.strides(), shape_.options().device(parameter_.device()));
     copy.copy_(parameter_);
   }
-  memory_ = std::move(memory);  // after the copy, which may throw: the next operation must not read undefined bytes
+  // After the copy, which may throw: the next operation must not read undefined bytes.
+  memory_.data = std::move(memory);
   note_cast();
   storage_->clear_data_ptr_access_error_msg_();
   storage_->set_data_ptr_noswap(pointer());
@@ -109,19 +110,19 @@ void DerivedPage::note_cast() {
     return;
   }
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  cast_.emplace(Cast{.stream = stream, .end = c10::Event(device.type())});
-  cast_->end.record(stream);
+  memory_.cast.emplace(Cast{.stream = stream, .end = c10::Event(device.type())});
+  memory_.cast->end.record(stream);
 }
 
 void DerivedPage::follow_cast() {
-  if (!cast_) {
+  if (!memory_.cast) {
     return;
   }
-  const c10::impl::VirtualGuardImpl guard(cast_->stream.device_type());
-  const c10::Stream reader = guard.getStream(cast_->stream.device());
-  if (reader != cast_->stream) {
-    cast_->end.block(reader);
-    guard.recordDataPtrOnStream(memory_, reader);
+  const c10::impl::VirtualGuardImpl guard(memory_.cast->stream.device_type());
+  const c10::Stream reader = guard.getStream(memory_.cast->stream.device());
+  if (reader != memory_.cast->stream) {
+    memory_.cast->end.block(reader);
+    guard.recordDataPtrOnStream(memory_.data, reader);
   }
 }
 
@@ -146,7 +147,7 @@ DerivedPagePtr derive(const at::Tensor& parameter, const Page& page, const at::T
 }
 
 void DerivedPage::take_over() {
-  memory_ = storage_->set_data_ptr(c10::DataPtr());
+  memory_.data = storage_->set_data_ptr(c10::DataPtr());
   note_cast();
   storage_->set_data_ptr_noswap(pointer());
 }

@@ -56,13 +56,17 @@ class DerivedPage final : public c10::intrusive_ptr_target {
   std::string name_;
   std::int32_t block_;
   c10::StorageImpl* storage_;  // the copy's storage, which owns this page through its data pointer
-  c10::DataPtr memory_;
   struct Cast {
     c10::Stream stream;
     c10::Event end;
   };
-  std::optional<Cast> cast_;  // of `memory_`; null on the CPU
-  at::Tensor shape_;          // the copy's dtype, sizes and strides, on the meta device
+  /// The copy's bytes.
+  struct Memory {
+    c10::DataPtr data;
+    std::optional<Cast> cast;  // null on the CPU
+  };
+  Memory memory_;
+  at::Tensor shape_;  // the copy's dtype, sizes and strides, on the meta device
   std::int32_t pins_ = 0;
   bool drop_at_unpin_ = false;
   bool kept_ = false;

@@ -36,11 +36,36 @@ _AUTO_SHARE = 0.94
 MOVED = (torch.Tensor, PackedSequence)
 
 
+class PinnedInputs:
+    """Copies of pinned inputs to a GPU, which go on while the host does."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Begins to copy a pinned tensor on the current stream. Do not write to it before :meth:`wait` has returned."""
+        copied = tensor.to(device, non_blocking=True)
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        end.record(torch.cuda.current_stream(device))
+        self._own.__dict__.setdefault("ends", []).append(end)
+        return copied
+
+    def wait(self) -> None:
+        """Waits for the copies that the calling thread has begun."""
+        for end in self._own.__dict__.pop("ends", []):
+            end.synchronize()
+
+
 class Place(ABC):
-    """One device, as a run sees it. Subclasses make its backend."""
+    """One device, as a run sees it. Subclasses make its backend.
+
+    Attributes:
+        inputs: Copies of pinned inputs to a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.inputs = PinnedInputs()
         self._residents: Residents | None = None
         self._told_of_autocast = False
 
@@ -90,9 +115,6 @@ class Place(ABC):
         """The input of the root, moved to the place's device."""
         tensor = value.data if isinstance(value, PackedSequence) else value
         return value.to(self.device) if tensor.device.type == "cpu" else value
-
-    def wait_for_inputs(self) -> None:  # noqa: B027 - most places have nothing to wait for
-        """Returns when the inputs that the calling thread has moved have been read, and may be written again."""
 
     def open(self, model: nn.Module, arena: _C.HostArena) -> None:
         """Moves the residents to the device before the first forward. :meth:`close` undoes it."""
@@ -186,7 +208,6 @@ class CudaPlace(Place):
         self._backend: Any = None
         self._settled = False
         self._opened = False
-        self._reading = threading.local()  # its `ends` are events behind the thread's copies of pinned inputs
 
     def make_backend(self) -> _C.DeviceBackend:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -232,17 +253,7 @@ class CudaPlace(Place):
     def move_input(self, value: Any) -> Any:
         # Not for parameters: the arena has pinned their memory, and nothing keeps its bytes until the copy has run.
         at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()
-        if not at_once:
-            return super().move_input(value)
-        moved = value.to(self.device, non_blocking=True)
-        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        end.record(torch.cuda.current_stream(self.device))
-        self._reading.__dict__.setdefault("ends", []).append(end)
-        return moved
-
-    def wait_for_inputs(self) -> None:
-        for end in self._reading.__dict__.pop("ends", []):
-            end.synchronize()
+        return self.inputs.copy(value, self.device) if at_once else super().move_input(value)
 
     def open(self, model: nn.Module, arena: _C.HostArena) -> None:
         if arena.pageable_bytes > 0:
