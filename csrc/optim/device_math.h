@@ -1,6 +1,6 @@
 // The arithmetic of optimizer steps in a device's own memory.
 //
-// It gives the same bits as StepPlan and norm.h on the host, except for the payload of a NaN. Backends provide it if
+// It gives the bits of StepPlan and norm.h on the host, except for a NaN's sign and payload. Backends provide it if
 // the host cannot compute on their memory. Memory is the caller's, and has to stay until the device has run the work.
 #pragma once
 
@@ -16,7 +16,8 @@ class DeviceMath {
   virtual ~DeviceMath() = default;
   /// Enqueues the update of every parameter in the plan, behind the work that the calling thread has enqueued.
   virtual void run(const StepPlan& plan, float scale) = 0;
-  /// Does what the function of the same name does, and blocks until the sums are on the host.
+  /// Does what the function of the same name does, and blocks until the sums are on the host. Throws OutOfMemory if the
+  /// device has no memory for them. It asks no run to make room, so it may be called under a lock of one.
   virtual void sums_of_squares(std::span<const NormInput> inputs, std::span<double> sums) = 0;
 };
 

@@ -83,11 +83,17 @@ def tier_options(
 
 
 def choose_device(device: torch.device | str | SimulatedDevice | None) -> torch.device:
-    """Where this rank computes: the given device, else this rank's GPU if there is one, else the CPU."""
+    """Where this rank computes: the given device, else this rank's GPU if there is one, else the CPU.
+
+    A GPU has its index: the current one is another in the threads of links.
+    """
     if isinstance(device, SimulatedDevice):
         return torch.device("cpu")
     if device is not None:
-        return torch.device(device)
+        given = torch.device(device)
+        index: int | None = given.index
+        is_current = given.type == "cuda" and index is None and torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if is_current else given
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")

@@ -545,6 +545,7 @@ class Run:
                 arguments.give_back()
         finally:
             window.exit(token, failed=failed)
+            self._place.inputs.wait()
             if failed and looped is not None:
                 looped.pass_fails()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext import optim
 from hydra_ext.errors import BudgetTooSmall, InvalidBudget, InvalidDevice, StateError
-from support.gpu import assert_same, mean_of_squares, offloaded, train, train_plain
+from support.gpu import EMULATED, assert_same, mean_of_squares, offloaded, train, train_plain
 
 MIB = 2**20
 
@@ -243,6 +245,12 @@ def test_no_room_is_made_under_capture() -> None:
         assert (run.report().spills, run.core.pager.resident_bytes) == (0, held)
         torch.cuda.synchronize()
         model(torch.randn(8, 1024))
+
+
+def test_a_run_opens_while_an_allocation_waits_for_room() -> None:
+    first = "import support.emulated_first\n" if EMULATED else ""
+    body = "from support import allocations\nallocations.open_a_run_while_an_allocation_waits()\n"
+    subprocess.run([sys.executable, "-c", first + body], check=True, timeout=60)
 
 
 def test_the_users_peak_spans_the_run() -> None:

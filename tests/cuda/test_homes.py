@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -128,6 +129,44 @@ def test_homes_follow_a_users_side_stream(where: str) -> None:
         assert torch.equal(a.cpu(), b), f"step {step // 2}: {a.item()} and {b.item()}"
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def fill_small_memory() -> list[torch.Tensor]:
+    """Takes all that torch keeps for small tensors, and lets torch reserve no more."""
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+    now = torch.cuda.memory_stats()
+    free = now["reserved_bytes.small_pool.current"] - now["allocated_bytes.small_pool.current"]
+    return [torch.empty(512, dtype=torch.uint8, device="cuda") for _ in range(free // 512)]
+
+
+def test_a_norm_finds_room_that_blocks_at_home_hold() -> None:
+    """Blocks at home have to make room for the norm of their own gradients."""
+    norms: list[torch.Tensor] = []
+
+    def work() -> None:
+        model = stack(torch.float32)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        with offloaded(model, optimizer, budget=1024 * MIB) as run:
+            fraction = torch.cuda.get_per_process_memory_fraction()
+            for _ in range(3):
+                model(torch.ones(32, 1024)).pow(2).mean().backward()
+                norms.append(optim.clip_grad_norm_(model.parameters(), 1e-2))
+                optimizer.step()
+                optimizer.zero_grad()
+            model(torch.ones(32, 1024)).pow(2).mean().backward()
+            norms.append(optim.clip_grad_norm_(model.parameters(), float("inf")))
+            assert run.core.homes.statistics.returned == 0
+            held = fill_small_memory()
+            norms.append(optim.clip_grad_norm_(model.parameters(), float("inf")))
+            assert run.core.homes.statistics.returned > 0
+            torch.cuda.set_per_process_memory_fraction(fraction)
+            del held
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=120)
+    assert len(norms) == 5
+    assert torch.equal(norms[3], norms[4])
 
 
 SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 9))]

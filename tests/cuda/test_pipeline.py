@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hydra_ext.errors import InvalidArgument
+from hydra_ext.pipeline.choices import choose_device
 from hydra_ext.runtime.replicas import Replicas
 from support.pipeline import pipeline_gpus, pipelines
 from support.pipeline.pipeline_failures import run_to_the_end
@@ -47,6 +48,15 @@ def test_two_replicas_average_on_their_gpus(backend: str, tmp_path: Path) -> Non
     check(Case("1f1b", stages=1, replicas=2, steps=4), tmp_path, delay=0, backend=backend, seed=3)
 
 
+@TWO
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 2)])
+def test_a_pipeline_on_a_side_stream_trains_as_plain_pytorch_does(stages: int, replicas: int, tmp_path: Path) -> None:
+    """Threads that send, receive and average begin on the default stream."""
+    case = Case("1f1b", stages=stages, replicas=replicas, steps=4)
+    found = run_ranks(pipeline_gpus.train_beside, case, 6, folder=tmp_path, size=2, backend=BOTH)
+    pipelines.same(found, pipelines.recurrence(case, 0, "cuda"), case, 0)
+
+
 @FOUR
 def test_two_replicas_of_two_stages_train_as_plain_pytorch_does(tmp_path: Path) -> None:
     check(Case("2bw", replicas=2, steps=4), tmp_path, delay=1, backend=NCCL, seed=4)
@@ -59,6 +69,12 @@ def test_offloaded_replicas_average_on_their_gpus(backend: str, tmp_path: Path) 
     for seen, wanted in zip(found, pipeline_gpus.train_together(2), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(seen["losses"], wanted["losses"], strict=True))
         assert not [name for name, value in seen["state"].items() if not torch.equal(value, wanted["state"][name])]
+
+
+@TWO
+def test_a_gpu_without_a_number_is_the_one_that_is_current_now() -> None:
+    with torch.cuda.device(1):
+        assert choose_device("cuda") == torch.device("cuda", 1)
 
 
 @FOUR

@@ -89,6 +89,100 @@ def test_a_users_side_stream_changes_nothing(where: str) -> None:
     assert_same(found, expected)
 
 
+class Late(nn.Module):
+    """64 MiB that another stream reads late. Then this one takes `noise` times a layer's memory and writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2048, 2048, bias=False) for _ in range(4)])
+        self.noise = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(home)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2 * LONG_SLEEP)
+            for layer in self.layers:
+                x = layer(x)
+        for _ in range(self.noise):
+            torch.full((2048, 2048), float("nan"), device="cuda")
+        home.wait_stream(side)
+        return x
+
+
+def test_memory_of_a_block_is_not_used_again_while_another_stream_reads_it() -> None:
+    """The layer that makes room has been left, and this stream has not waited for the other one."""
+    model, x = Late(), torch.randn(8, 2048)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).cuda()(x.cuda()).cpu()
+        torch.cuda.empty_cache()
+        with offloaded(model, None, budget=79 * MIB) as run:
+            for noise in (0, 0, 2, 2):
+                model.noise = noise
+                assert torch.equal(model(x).cpu(), expected)
+            assert run.report().spills > 0
+
+
+class Twice(nn.Module):
+    """Multiplies by one weight on two streams. The caller has to wait for the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1024, 1024) / 32)
+
+    def forward(self, x: torch.Tensor, side: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
+        here = nn.functional.linear(x, self.weight)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2 * LONG_SLEEP)
+            return here, nn.functional.linear(x, self.weight)
+
+
+def test_a_copy_of_autocast_is_there_for_each_stream_that_reads_it() -> None:
+    """The model is left before the late stream has read the copy. Backward casts it again on this stream."""
+    side = torch.cuda.Stream()
+
+    def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        home, x = torch.cuda.current_stream(), x.clone().requires_grad_()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            here, there = model(x, side)
+            noise = [torch.full((1024, 1024), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+            home.wait_stream(side)
+        loss = here.float().square().mean() + there.float().square().mean()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2 * LONG_SLEEP)
+        # A retained graph keeps what both streams read.
+        (gradient,) = torch.autograd.grad(loss, [x], retain_graph=True)
+        torch.cuda.synchronize()
+        del noise
+        return [each.detach().cpu() for each in (here, there, gradient)]
+
+    model, x = Twice(), torch.randn(64, 1024, device="cuda")
+    plain = copy.deepcopy(model).cuda()
+    expected = results(plain, x)
+    assert torch.equal(expected[0], expected[1])
+    del plain
+    torch.cuda.empty_cache()
+    with offloaded(model, None, budget=BUDGET):
+        for _ in range(2):
+            found = results(model, x)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["without_gradients", "with_gradients"])
+def test_a_pinned_input_may_be_written_when_the_forward_has_returned(grad: bool) -> None:
+    model, batch = deep(width=512, layers=2), torch.randn(64, 512).pin_memory()
+    before = batch.clone()
+    with offloaded(model, None, budget=BUDGET, poison=False), torch.set_grad_enabled(grad):
+        expected = model(batch).detach().cpu()
+        for _ in range(2):
+            torch.cuda._sleep(2 * LONG_SLEEP)
+            found = model(batch)
+            batch.fill_(float("nan"))
+            assert torch.equal(found.detach().cpu(), expected)
+            batch.copy_(before)
+
+
 def test_two_threads_at_the_budget_do_not_lock_each_other_out() -> None:
     models = [deep(layers=16), deep(layers=16)]
     ended: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import Thread
 
 import pytest
@@ -219,6 +219,35 @@ def test_memory_that_a_late_return_fills_is_not_used_again_though_backward_has_f
     assert report.prefetched > 0
     for other in others:
         assert torch.equal(other.cpu(), torch.full((512, 512), 7.0))
+
+
+@pytest.mark.parametrize("policy", [hydra_ext.Offload(), hydra_ext.Compress()], ids=["moved", "compressed"])
+def test_memory_of_another_stream_stays_until_the_operator_that_saves_it_has_read_it(policy: object) -> None:
+    """The graph keeps the tensor until backward, so plain PyTorch needs no record_stream() here."""
+    home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    source = torch.randn(512, 512, device="cuda").requires_grad_()
+    weight = torch.randn(512, 512, device="cuda").requires_grad_()
+
+    def output_of(saving: AbstractContextManager[object]) -> Tensor:
+        x = source.cos()
+        side.wait_stream(home)
+        with torch.cuda.stream(side), saving:
+            early = nn.functional.gelu(x) * weight
+            torch.cuda._sleep(400_000_000)
+            return nn.functional.gelu(x) + early
+
+    plain = output_of(nullcontext())  # its graph has to stay until it is there
+    home.wait_stream(side)
+    expected = plain.detach().cpu()
+    del plain
+    stash = hydra_ext.stash(policy, device="cuda")  # type: ignore[arg-type]
+    for _ in range(3):
+        found = output_of(stash)
+        stash.report()  # waits until all has left
+        noise = [torch.full((512, 512), float("nan"), device="cuda") for _ in range(8)]
+        home.wait_stream(side)
+        assert torch.equal(found.detach().cpu(), expected)
+        del found, noise
 
 
 def test_compression_makes_room_while_its_own_allocations_ask_for_it() -> None:

@@ -3,6 +3,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "csrc/base/errors.h"
 #include "csrc/optim/cuda_step.h"
 #include "csrc/pytorch/cuda/cuda_budget.h"
 #include "csrc/pytorch/cuda/cuda_relief.h"
@@ -19,6 +20,19 @@ constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::
 
 cudaStream_t current_stream_of(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+using Scratch = std::unique_ptr<void, void (*)(void*)>;
+
+/// Memory of the stream. No room is made for it: the caller may hold a lock that this needs. Throws OutOfMemory.
+Scratch scratch(Bytes bytes, cudaStream_t stream) {
+  const CudaReliefPause pause;
+  try {
+    return {allocator::raw_alloc_with_stream(static_cast<std::size_t>(bytes), stream),
+            [](void* memory) { allocator::raw_delete(memory); }};
+  } catch (const c10::OutOfMemoryError& error) {
+    throw OutOfMemory(human_bytes(bytes) + " for sums of squares were refused: " + error.what_without_backtrace());
+  }
 }
 
 struct Service {
@@ -75,9 +89,7 @@ void CudaBackend::sums_of_squares(std::span<const NormInput> inputs, std::span<d
   }
   std::vector<double> parts(chunks);
   if (chunks > 0) {
-    const auto release = [](void* memory) { allocator::raw_delete(memory); };
-    const std::unique_ptr<void, decltype(release)> memory(
-        allocator::raw_alloc_with_stream(chunks * sizeof(double), stream), release);
+    const Scratch memory = scratch(static_cast<Bytes>(chunks * sizeof(double)), stream);
     auto* next = static_cast<double*>(memory.get());
     for (const NormInput& input : inputs) {
       HYDRA_CUDA(launch_chunk_sums(input, next, stream));

@@ -267,7 +267,6 @@ class RelievingAllocator final : public ForwardingAllocator {
   }
   bool make_room(int device) {
     const CudaReliefPause pause;
-    const ReleaseGilIfHeld released;
     relieving = true;
     const auto ended = c10::make_scope_exit([] { relieving = false; });
     for (const CudaRelief* known : served_) {

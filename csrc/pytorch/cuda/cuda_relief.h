@@ -6,7 +6,8 @@
 // cache at each refusal. If no run can make more room, the caller gets torch's error, with what the runs hold. For an
 // allocation above the budgets no room is made: it fails at once, with the same text.
 //
-// All this happens outside the locks of torch's allocator. A call may block, and releases the interpreter lock for it.
+// All this happens outside the locks of torch's allocator. A call may block; the run releases the interpreter lock for
+// it.
 // Allocations of slots are exempt, since the pager makes room for them itself, and so are those under graph capture.
 // Without a run, a call costs one look at a counter. Threads: any. Sizes are bytes.
 #pragma once

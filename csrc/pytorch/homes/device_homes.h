@@ -120,6 +120,8 @@ class DeviceHomes {
   /// Blocks until no compute writes the home's memory on the device.
   static void wait_for_compute(const Home& home) noexcept;
   void release_locked(Home& home) noexcept;
+  /// As sums_of_squares(). Throws OutOfMemory, without the lock, if the device has no memory for the sums.
+  std::vector<std::optional<double>> sums_at_home(const std::vector<at::Tensor>& hosts, ThreadPool& pool);
 
   DeviceBackend& backend_;
   DeviceMath* math_;  // null if the host can compute on the device's memory

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/base/errors.h"
 #include "csrc/pytorch/homes/device_homes.h"
 #include "csrc/pytorch/memory/acquired_block.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
@@ -142,6 +143,18 @@ bool DeviceHomes::multiply_gradient(const at::Tensor& host, double factor) {
 
 std::vector<std::optional<double>> DeviceHomes::sums_of_squares(const std::vector<at::Tensor>& hosts,
                                                                 ThreadPool& pool) {
+  for (;;) {
+    try {
+      return sums_at_home(hosts, pool);
+    } catch (const OutOfMemory&) {  // re-raised if nothing can make room, which these homes may have to
+      if (!pager_.evict_one()) {
+        throw;
+      }
+    }
+  }
+}
+
+std::vector<std::optional<double>> DeviceHomes::sums_at_home(const std::vector<at::Tensor>& hosts, ThreadPool& pool) {
   std::vector<std::optional<double>> sums(hosts.size());
   std::vector<std::size_t> places;
   std::vector<NormInput> inputs;

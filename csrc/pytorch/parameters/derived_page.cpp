@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -34,14 +35,15 @@ DerivedPage::DerivedPage(const at::Tensor& parameter, const Page& page, const at
 
 c10::DataPtr DerivedPage::pointer() noexcept {
   auto reference = c10::intrusive_ptr<DerivedPage>::reclaim_copy(this);
-  return {memory_.get(), reference.release(), &release_derived, parameter_.device()};
+  return {memory_.data.get(), reference.release(), &release_derived, parameter_.device()};
 }
 
 void DerivedPage::pin(bool written) {
   const auto lock = lock_without_gil(mutex_);
-  if (!memory_) {
+  if (!memory_.data) {
     cast();
   }
+  follow_cast();
   kept_ = kept_ || written;
   ++pins_;
 }
@@ -56,17 +58,17 @@ void DerivedPage::unpin() noexcept {
 
 bool DerivedPage::drop() noexcept {
   const auto lock = lock_without_gil(mutex_);
-  if (!memory_ || kept_) {
+  if (!memory_.data || kept_) {
     return false;
   }
   drop_at_unpin_ = true;
   drop_locked();
-  return !memory_;
+  return !memory_.data;
 }
 
 void DerivedPage::release_resources() {
   const std::lock_guard lock(mutex_);
-  memory_ = c10::DataPtr();
+  memory_.data = c10::DataPtr();
   parameter_.reset();
 }
 
@@ -75,7 +77,7 @@ void DerivedPage::drop_locked() noexcept {
     return;
   }
   drop_at_unpin_ = false;
-  const c10::DataPtr gone = std::exchange(memory_, c10::DataPtr());  // a moved-from pointer keeps its address
+  const c10::DataPtr gone = std::exchange(memory_.data, c10::DataPtr());  // a moved-from pointer keeps its address
   storage_->set_data_ptr_noswap(pointer());
   storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "hydra_ext: the low-precision copy of '" + name_ + "' is not on the device now; use it inside the forward");
@@ -95,9 +97,33 @@ void DerivedPage::cast() {
         at::from_blob(memory.get(), shape_.sizes(), shape_.strides(), shape_.options().device(parameter_.device()));
     copy.copy_(parameter_);
   }
-  memory_ = std::move(memory);  // after the copy, which may throw: the next operation must not read undefined bytes
+  // After the copy, which may throw: the next operation must not read undefined bytes.
+  memory_.data = std::move(memory);
+  note_cast();
   storage_->clear_data_ptr_access_error_msg_();
   storage_->set_data_ptr_noswap(pointer());
+}
+
+void DerivedPage::note_cast() {
+  const c10::Device device = parameter_.device();
+  if (device.is_cpu()) {
+    return;
+  }
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  memory_.cast.emplace(Cast{.stream = stream, .end = c10::Event(device.type())});
+  memory_.cast->end.record(stream);
+}
+
+void DerivedPage::follow_cast() {
+  if (!memory_.cast) {
+    return;
+  }
+  const c10::impl::VirtualGuardImpl guard(memory_.cast->stream.device_type());
+  const c10::Stream reader = guard.getStream(memory_.cast->stream.device());
+  if (reader != memory_.cast->stream) {
+    memory_.cast->end.block(reader);
+    guard.recordDataPtrOnStream(memory_.data, reader);
+  }
 }
 
 DerivedPage* derived_page_of(const at::Tensor& tensor) noexcept {
@@ -121,7 +147,8 @@ DerivedPagePtr derive(const at::Tensor& parameter, const Page& page, const at::T
 }
 
 void DerivedPage::take_over() {
-  memory_ = storage_->set_data_ptr(c10::DataPtr());
+  memory_.data = storage_->set_data_ptr(c10::DataPtr());
+  note_cast();
   storage_->set_data_ptr_noswap(pointer());
 }
 

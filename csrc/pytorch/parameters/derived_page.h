@@ -7,14 +7,18 @@
 //
 // A copy that is written in place no longer depends on its parameter only, so its bytes are kept from then on. A copy
 // whose parameter has changed cannot be cast again; an operation on it raises.
+// On a GPU an operation on another stream than that of the cast waits for the cast, and its memory is not used again
+// before that operation has ended.
 // The copy's storage owns the page. Threads: any. Each page's mutex is held while it casts; no thread waits for it with
 // the interpreter lock held.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "csrc/pytorch/parameters/page.h"
@@ -39,6 +43,10 @@ class DerivedPage final : public c10::intrusive_ptr_target {
  private:
   c10::DataPtr pointer() noexcept;
   void cast();
+  /// Notes that the calling thread has enqueued the cast.
+  void note_cast();
+  /// Makes the calling thread's stream wait for the cast.
+  void follow_cast();
   void drop_locked() noexcept;
 
   std::mutex mutex_;
@@ -48,7 +56,16 @@ class DerivedPage final : public c10::intrusive_ptr_target {
   std::string name_;
   std::int32_t block_;
   c10::StorageImpl* storage_;  // the copy's storage, which owns this page through its data pointer
-  c10::DataPtr memory_;
+  struct Cast {
+    c10::Stream stream;
+    c10::Event end;
+  };
+  /// The copy's bytes.
+  struct Memory {
+    c10::DataPtr data;
+    std::optional<Cast> cast;  // null on the CPU
+  };
+  Memory memory_;
   at::Tensor shape_;  // the copy's dtype, sizes and strides, on the meta device
   std::int32_t pins_ = 0;
   bool drop_at_unpin_ = false;

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/clone.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -110,6 +111,11 @@ SavedTensor Stash::pack(const at::Tensor& tensor) {
                          .mark = saved.mark(),
                          .stream = compute_stream(device_),
                          .part = current_part(identity_)};
+  if (bytes.stream) {
+    // The operator that saves the tensor has still to be enqueued, and reads memory that the stash may release before
+    // then, or that belongs to another stream.
+    c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(storage.data_ptr(), *bytes.stream);
+  }
   const IntervalIndex::Entry entry = index_->enter(storage, begin, bytes, std::move(wishes), staying);
   saved.interval_ = entry.interval;
   saved.offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - entry.begin;

@@ -236,7 +236,7 @@ void CudaLane::complete_batches() noexcept {
 void CudaLane::complete(const Batch& batch) noexcept {
   Pending& pending = *batch.pending;
   // Without an end event, part of the batch may have been enqueued: wait for the whole stream.
-  const cudaError_t status = batch.end ? batch.end->wait() : cudaStreamSynchronize(stream_);
+  const cudaError_t status = batch.end ? batch.end->wait() : wait_for_stream();
   if (status != cudaSuccess && !pending.copy_error) {
     try {
       throw_cuda_error(status, "a copy, or a kernel before it", batch.bytes);
@@ -256,6 +256,13 @@ void CudaLane::complete(const Batch& batch) noexcept {
   if (batch.last) {
     finish(pending);
   }
+}
+
+cudaError_t CudaLane::wait_for_stream() const noexcept {
+  const CudaCaptureGuard guard;
+  const cudaError_t status = cudaStreamSynchronize(stream_);
+  forget_cuda_error(status);
+  return status;
 }
 
 void CudaLane::record(const Batch& batch, double seconds) noexcept {

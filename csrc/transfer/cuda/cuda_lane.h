@@ -99,6 +99,7 @@ class CudaLane final : public Lane {
   void wait_for_fences(const Job& job);
   Bytes copy_some(Pending& pending);
   void complete(const Batch& batch) noexcept;
+  cudaError_t wait_for_stream() const noexcept;
   void record(const Batch& batch, double seconds) noexcept;
   void finish(Pending& pending) noexcept;
 

@@ -26,9 +26,15 @@ bool CudaPinner::pin(void* pointer, Bytes bytes) noexcept {
 }
 
 void CudaPinner::unpin(void* pointer, Bytes /*bytes*/) noexcept {
-  if (::getpid() == owner_process_) {
+  if (::getpid() != owner_process_) {
+    return;
+  }
+  try {
+    const CudaDeviceGuard guard(device_);
     const CudaCaptureGuard capture;
     forget_cuda_error(cudaHostUnregister(pointer));
+  } catch (const std::exception&) {
+    // The device has failed, and the registration ends with its context.
   }
 }
 

@@ -11,7 +11,7 @@ namespace hydra {
 
 class CudaPinner final : public Pinner {
  public:
-  /// Makes registrations in the context of `device`, so that CUDA initialises no other device.
+  /// Makes and ends registrations in the context of `device`, so that CUDA initialises no other device.
   explicit CudaPinner(int device) noexcept;
 
   bool pin(void* pointer, Bytes bytes) noexcept override;

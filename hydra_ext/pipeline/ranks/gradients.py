@@ -141,13 +141,16 @@ class Reducer:
         self._partners = partners
         self._watch = watch
         self._rank = rank
-        self._queue: queue.SimpleQueue[BatchGradients | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[BatchGradients, torch.cuda.Stream | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hydra_ext gradients", daemon=True)
         self._thread.start()
 
     def start(self, batch: BatchGradients) -> None:
-        """Starts the reduction of a batch. At its end ``done`` is set and the watch's ``changed`` is notified."""
-        self._queue.put(batch)
+        """Starts the reduction of a batch. At its end ``done`` is set and the watch's ``changed`` is notified.
+
+        On a GPU it is a part of the caller's stream.
+        """
+        self._queue.put((batch, _stream_of(batch)))
 
     def close(self, timeout: float) -> None:
         self._queue.put(None)
@@ -155,10 +158,12 @@ class Reducer:
 
     @torch.no_grad()
     def _run(self) -> None:
-        while (batch := self._queue.get()) is not None:
+        while (entry := self._queue.get()) is not None:
+            batch, stream = entry
             start = time.perf_counter()
             try:
-                self._reduce(batch)
+                with torch.cuda.stream(stream):
+                    self._reduce(batch)
             except TransportError as error:
                 with suppress(RankFailed):  # the watch has entered it: waiting threads learn of it there
                     self._watch.wait_for_cause()
@@ -171,7 +176,7 @@ class Reducer:
             with self._watch.changed:
                 batch.done = True
                 self._watch.changed.notify_all()
-            del batch
+            del batch, entry
 
     def _fail(self, batch: BatchGradients, what: str) -> None:
         self._watch.fail(Failure(self._rank, f"at the gradients of batch {batch.batch}", what))
@@ -203,6 +208,13 @@ class Reducer:
             if place >= 0 and value != _ABSENT
         )
         return combined([value for _, value in counted], max_norm)
+
+
+def _stream_of(batch: BatchGradients) -> torch.cuda.Stream | None:
+    """The calling thread's stream on the GPU that has the gradients; None on the host."""
+    parameters = (parameter for stage in batch.stages for parameter in stage.parameters)
+    device = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device)
 
 
 def square_sums(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:

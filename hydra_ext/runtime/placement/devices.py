@@ -8,6 +8,7 @@ Otherwise device parameters, inputs and buffers are on :attr:`Place.device`.
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -37,12 +38,37 @@ _FORWARD, _INFERENCE = _C.PassKind.FORWARD, _C.PassKind.INFERENCE
 MOVED = (torch.Tensor, PackedSequence)
 
 
+class PinnedInputs:
+    """Copies of pinned inputs to a GPU, which go on while the host does."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Begins to copy a pinned tensor on the current stream. Do not write to it before :meth:`wait` has returned."""
+        copied = tensor.to(device, non_blocking=True)
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        end.record(torch.cuda.current_stream(device))
+        self._own.__dict__.setdefault("ends", []).append(end)
+        return copied
+
+    def wait(self) -> None:
+        """Waits for the copies that the calling thread has begun."""
+        for end in self._own.__dict__.pop("ends", []):
+            end.synchronize()
+
+
 class Place(ABC):
-    """One device, as a run sees it. Subclasses make its backend."""
+    """One device, as a run sees it. Subclasses make its backend.
+
+    Attributes:
+        inputs: Copies of pinned inputs to a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._type = device.type
+        self.inputs = PinnedInputs()
         self._residents: Residents | None = None
         self._told_of_autocast = False
 
@@ -230,7 +256,7 @@ class CudaPlace(Place):
     def move_input(self, value: Any) -> Any:
         # Not for parameters: the arena has pinned their memory, and nothing keeps its bytes until the copy has run.
         at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()
-        return value.to(self.device, non_blocking=True) if at_once else super().move_input(value)
+        return self.inputs.copy(value, self.device) if at_once else super().move_input(value)
 
     def open(self, model: nn.Module, arena: _C.HostArena) -> None:
         if arena.pageable_bytes > 0:

@@ -105,7 +105,9 @@ TEST_F(CudaDeviceTest, ASlotReturnsBehindTheUsesOnSideStreams) {
   ASSERT_NE(use, nullptr);
   compute_stream = home_;
   EXPECT_EQ(device_->record_use(), nullptr);
+  const std::int64_t waits = emulated_cuda::calls("cudaStreamWaitEvent");
   device_->slot_returns(nullptr, {use});
+  EXPECT_EQ(emulated_cuda::calls("cudaStreamWaitEvent"), waits + 1);
   std::atomic<bool> reused{false};
   emulated_cuda::launch(home_, [&reused] { reused = true; });
   EXPECT_FALSE(use->reached());
@@ -209,6 +211,17 @@ TEST_F(CudaDeviceTest, ACaptureElsewhereDisturbsNoCopyAndIsNotDisturbed) {
   const auto seen = read_late(home_, slot);
   ASSERT_EQ(cudaStreamSynchronize(home_), cudaSuccess);
   EXPECT_EQ(*seen, bytes);
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceTest, AFailedJobIsWaitedForWhileACaptureIsElsewhere) {
+  const std::vector<std::uint8_t> bytes = random_bytes(kBytes, 5);
+  void* const slot = device_->slots().allocate(kBytes);
+  emulated_cuda::set_capturing(side_, true);
+  emulated_cuda::fail("cudaEventRecord", cudaErrorUnknown, 1);  // behind the copy
+  const TicketPtr ticket = fill(slot, bytes, {});
+  EXPECT_NE(message_of(*ticket).find("cudaEventRecord"), std::string::npos) << "the wait for the copy was refused";
+  emulated_cuda::set_capturing(side_, false);
   device_->slots().release(slot, kBytes);
 }
 
@@ -391,6 +404,23 @@ TEST_F(CudaDeviceTest, AForkedChildLeavesTheParentsPinsAlone) {
   ::waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
   pinner.unpin(region.data(), kBytes);
+  EXPECT_EQ(emulated_cuda::registrations(), 0);
+}
+
+TEST_F(CudaDeviceTest, APinEndsOnTheDeviceWhereItWasMade) {
+  void* const slot = device_->slots().allocate(kBytes);
+  std::vector<std::uint8_t> bytes = random_bytes(kBytes, 6);
+  fill(slot, bytes, {})->wait();  // the lanes' threads have made their device current
+  Job back;
+  back.segments = {{bytes.data(), slot, kBytes}};
+  device_->to_host().submit(std::move(back))->wait();
+  device_->slots().release(slot, kBytes);
+  CudaPinner pinner(1);
+  std::vector<char> region(4096);
+  ASSERT_TRUE(pinner.pin(region.data(), kBytes));
+  const std::int64_t before = emulated_cuda::calls("cudaSetDevice");
+  pinner.unpin(region.data(), kBytes);
+  EXPECT_EQ(emulated_cuda::calls("cudaSetDevice"), before + 2) << "there and back";
   EXPECT_EQ(emulated_cuda::registrations(), 0);
 }
 

@@ -43,6 +43,13 @@ def prepare(rank: int, seed: int | None) -> None:
 
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------
+def train_beside(rank: int, case: Case, seed: int | None) -> dict[str, Any]:
+    """As :func:`train`, on another stream than the default one."""
+    torch.cuda.set_device(rank)
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        return train(rank, case, seed)
+
+
 def train(rank: int, case: Case, seed: int | None) -> dict[str, Any]:
     """Trains one rank; the results are those of ``pipelines.train``, on the host."""
     prepare(rank, seed)
