@@ -138,8 +138,9 @@ def test_settings_of_the_allocator_are_as_before(budget: int) -> None:
     model = nn.Linear(4, 4)
     with offloaded(model, None, budget=budget):
         model(torch.ones(4))
-        assert ("expandable_segments:True" in _settings()) == (budget > 1024 * MIB)
+        assert _is_expandable() == ("expandable_segments:True" in _settings()) == (budget > 1024 * MIB)
     assert _settings() == before
+    assert not _is_expandable()
 
 
 def test_expandable_segments_stay_off_if_the_user_says_so() -> None:
@@ -150,9 +151,18 @@ def test_expandable_segments_stay_off_if_the_user_says_so() -> None:
         with offloaded(model, None, budget=1536 * MIB):
             model(torch.ones(4))
             assert _settings() == "expandable_segments:False"
+            assert not _is_expandable()
         assert _settings() == "expandable_segments:False"
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def _is_expandable() -> bool:
+    """Whether a new segment is."""
+    torch.cuda.empty_cache()
+    memory = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    segments = {segment["address"]: segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+    return bool(segments[max(address for address in segments if address <= memory.data_ptr())])
 
 
 def _settings() -> str:

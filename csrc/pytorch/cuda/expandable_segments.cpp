@@ -17,6 +17,10 @@ namespace {
 constexpr const char* kKey = "expandable_segments";
 constexpr Bytes kLeastPages = 64;  // of a budget: one page that is in use in one place is little of it
 
+std::string with(const std::string& settings, bool on) {
+  return settings + (settings.empty() ? "" : ",") + kKey + (on ? ":True" : ":False");
+}
+
 bool is_large(Bytes budget) { return budget >= kLeastPages * ExpandableSegments::kPage; }
 
 struct Settings {
@@ -57,7 +61,7 @@ ExpandableSegments::ExpandableSegments(Bytes budget) : counts_(is_large(budget))
     const std::string before = c10::CachingAllocator::getAllocatorSettings();
     known.before.reset();
     if (before.find(kKey) == std::string::npos && every_device_maps_pages()) {
-      known.changed = before + (before.empty() ? "" : ",") + kKey + ":True";
+      known.changed = with(before, true);
       c10::CachingAllocator::setAllocatorSettings(known.changed);
       known.before = before;
     }
@@ -76,6 +80,8 @@ ExpandableSegments::~ExpandableSegments() {
   }
   try {
     if (c10::CachingAllocator::getAllocatorSettings() == known.changed) {
+      // Text that does not name them leaves them as they are.
+      c10::CachingAllocator::setAllocatorSettings(with(*known.before, false));
       c10::CachingAllocator::setAllocatorSettings(*known.before);
     }
   } catch (const std::exception&) {
