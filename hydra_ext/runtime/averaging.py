@@ -8,9 +8,9 @@ Ranks may take different paths through the model. To match collectives, each ran
 whatever its microbatches did:
 
 1. one *agreement*: has a rank failed, are all at the same place, do they train the same parameters;
-2. for every block with trained parameters, from the last to the first: the marks of its parameters, then each
-   parameter's gradient, or zeros if the rank has none. If backward has produced a gradient on no rank since it was last
-   averaged, it stays as it is, or stays None.
+2. for every block with trained parameters, from the last to the first: the marks of its parameters, then their
+   gradients, or zeros where the rank has none. NCCL sums those of one dtype together. If backward has produced a
+   gradient on no rank since it was last averaged, it stays as it is, or stays None.
 
 A block is issued once its gradients are complete and all blocks after it have been issued. The rank waits for it one
 stay later, so communication overlaps with the backward of the blocks before it.
@@ -83,7 +83,8 @@ class _BlockReduction:
         if not self.reductions:
             self.reductions.append(replicas.start_maximum([share.mark for share in self.shares]))
         while len(self.reductions) <= len(self.shares):
-            self.reductions.append(replicas.start_sum(self.shares[len(self.reductions) - 1].buffer))
+            left = self.shares[len(self.reductions) - 1 :]
+            self.reductions += replicas.start_sums([share.buffer for share in left])
 
 
 class _Agreement:

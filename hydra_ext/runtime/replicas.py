@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import TypeVar
 
 import torch
@@ -101,19 +101,37 @@ class Replicas:
             )
         self.gradient_device = device if direct else torch.device("cpu")
         self.takes_gathered = self.gradient_device == device
+        self._nccl = group if backends.get(device.type) == "nccl" else None
         self._message_device = torch.device("cpu") if "cpu" in backends else device
         logger.info("gradients are averaged over %d ranks (%s); this is rank %d", self.size, config, self.rank)
 
     def leave(self) -> None:
         """Ends communication and drops the group, so that it can be destroyed. The counts stay."""
-        self._group = None
+        self._group = self._nccl = None
 
     # ---- reductions -------------------------------------------------------------------------------------------------
 
-    def start_sum(self, gradient: Tensor) -> Reduction:
-        """Starts a sum over ranks, in place. The gradient has the same layout, without gaps, on every rank."""
-        self.reduced_bytes += gradient.nbytes
-        return self._start(gradient, dist.ReduceOp.SUM, self.gradient_device)
+    def start_sums(self, gradients: Sequence[Tensor]) -> list[Reduction]:
+        """Starts sums over ranks, in place, of as many of the first gradients as one operation of the backend takes.
+
+        For NCCL these are all up to the next dtype, else it is one. Each gradient has the same layout, without gaps, on
+        every rank.
+        """
+        if self._nccl is None:
+            reductions = [self._start(gradients[0], dist.ReduceOp.SUM, self.gradient_device)]
+        else:
+            alike = takewhile(lambda gradient: gradient.dtype == gradients[0].dtype, gradients)
+            reductions = self._start_together([_flat(gradient) for gradient in alike], self._nccl)
+        self.reduced_bytes += sum(reduction.tensor.nbytes for reduction in reductions)
+        return reductions
+
+    def _start_together(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> list[Reduction]:
+        sent = [flat.to(self.gradient_device) for flat in flats]
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        options.asyncOp = True
+        work = group.allreduce_coalesced(sent, options)
+        return [Reduction(*tensors, work) for tensors in zip(flats, sent, strict=True)]
 
     def start_maximum(self, values: Sequence[int]) -> Reduction:
         """Starts an elementwise maximum over ranks."""

@@ -72,6 +72,12 @@ def test_offloaded_replicas_average_on_their_gpus(backend: str, tmp_path: Path) 
 
 
 @TWO
+def test_gradients_of_one_dtype_are_summed_by_one_operation(tmp_path: Path) -> None:
+    wanted = [[3.0 + 8 * index] * 2 for index in range(6)]
+    assert run_ranks(pipeline_gpus.sum_together, folder=tmp_path, backend=NCCL) == [([3, 2, 1], wanted)] * 2
+
+
+@TWO
 def test_a_gpu_without_a_number_is_the_one_that_is_current_now() -> None:
     with torch.cuda.device(1):
         assert choose_device("cuda") == torch.device("cuda", 1)

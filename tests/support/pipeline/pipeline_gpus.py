@@ -23,6 +23,7 @@ from hydra_ext.pipeline.ranks.channel import Channel
 from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.ranks.messages import Message
 from hydra_ext.pipeline.ranks.watch import Watch
+from hydra_ext.runtime.replicas import Replicas
 from support import gpu
 from support.pipeline import pipelines
 from support.pipeline.pipeline_failures import leave_record
@@ -178,6 +179,26 @@ def train_replica(rank: int, seed: int | None) -> dict[str, Any]:
     with hydra_ext.offload(model, optimizer, budget="64MiB", device="cuda"):
         trace = gpu.train(model, optimizer, batches_of(rank), _loss_on_gpu)
     return {"losses": trace.losses, "state": trace.state}
+
+
+def sum_together(rank: int) -> tuple[list[int], list[list[float]]]:
+    """Sums gradients of three runs of a dtype over the ranks.
+
+    Returns:
+        The number of gradients that each operation took, and the sums.
+    """
+    prepare(rank, None)
+    replicas = Replicas(dist.group.WORLD, torch.device("cuda", rank))
+    dtypes = [torch.float32] * 3 + [torch.bfloat16] * 2 + [torch.float32]
+    gradients = [torch.full((2,), 1.0 + rank + 4 * index, dtype=dtype) for index, dtype in enumerate(dtypes)]
+    taken: list[int] = []
+    sums: list[list[float]] = []
+    while len(sums) < len(gradients):
+        begun = replicas.start_sums(gradients[len(sums) :])
+        taken.append(len(begun))
+        sums += [replicas.wait(each).tolist() for each in begun]
+    assert replicas.reduced_bytes == sum(gradient.nbytes for gradient in gradients)
+    return taken, sums
 
 
 def _loss_on_gpu(model: nn.Module, batch: Tensor) -> Tensor:
