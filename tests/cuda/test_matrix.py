@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,20 @@ def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, mode: Mo
 @pytest.mark.parametrize("kind", MODELS.values(), ids=MODELS)
 @pytest.mark.cases(7)
 def test_training_equals_plain_training(kind: Model, mode: Mode, seed: int | None, tmp_path: Path) -> None:
+    check_training(kind, mode, seed, tmp_path)
+
+
+@pytest.mark.parametrize("room", [0.2, 0.35])
+@pytest.mark.parametrize("mode", ["loop", "rounds", "rounds, ours"])
+@pytest.mark.parametrize("kind", MODELS.values(), ids=MODELS)
+@pytest.mark.cases(2)
+def test_training_under_other_caps_of_the_allocator_equals_plain_training(
+    kind: Model, mode: str, room: float, tmp_path: Path
+) -> None:
+    check_training(kind, replace(MODES[mode], room=room), 3, tmp_path)
+
+
+def check_training(kind: Model, mode: Mode, seed: int | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain, model = kind.make().train(), kind.make().train()
     model.load_state_dict(plain.state_dict())
