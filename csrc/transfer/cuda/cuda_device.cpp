@@ -7,6 +7,21 @@
 
 namespace hydra {
 
+namespace {
+
+/// Waits for all work of the device, or until it fails.
+void finish_all(int device) noexcept {
+  try {
+    const CudaDeviceGuard guard(device);
+    const CudaCaptureGuard elsewhere;
+    forget_cuda_error(cudaDeviceSynchronize());
+  } catch (const std::exception&) {
+    forget_cuda_error(cudaErrorUnknown);  // a device that cannot be made current runs nothing
+  }
+}
+
+}  // namespace
+
 CudaDevice::CudaDevice(int device, cudaStream_t home, CurrentStream current_stream, std::unique_ptr<Resource> slots)
     : device_(device),
       home_(home),
@@ -89,10 +104,11 @@ void CudaDevice::slot_returns(Ticket* ticket, const std::vector<FencePtr>& fence
       }
     }
   } catch (const std::exception&) {
-    // The device has failed and takes no more waits. The next call on it reports the failure.
+    // A fence that could not be recorded tells of no compute: the host waits for all that there is.
     if (ticket != nullptr) {
       ticket->wait_quietly();
     }
+    finish_all(device_);
   }
 }
 

@@ -119,6 +119,28 @@ TEST_F(CudaDeviceTest, ASlotReturnsBehindTheUsesOnSideStreams) {
   device_->slots().release(slot, kBytes);
 }
 
+TEST_F(CudaDeviceTest, ASlotReturnsBehindAllComputeIfOneOfItsFencesCouldNotBeRecorded) {
+  void* const slot = device_->slots().allocate(kBytes);
+  compute_stream = side_;
+  std::atomic<bool> used{false};
+  Gate gate;
+  emulated_cuda::launch(side_, [&] {
+    gate.wait();
+    used = true;
+  });
+  emulated_cuda::fail("cudaEventRecord", cudaErrorUnknown);
+  const FencePtr lost = device_->record_use();
+  const FencePtr use = device_->record_use();
+  compute_stream = home_;
+  const std::int64_t waits = emulated_cuda::calls("cudaDeviceSynchronize");
+  std::thread opener([&gate] { gate.open(); });
+  device_->slot_returns(nullptr, {lost, use});
+  EXPECT_TRUE(used.load());
+  EXPECT_EQ(emulated_cuda::calls("cudaDeviceSynchronize"), waits + 1);
+  opener.join();
+  device_->slots().release(slot, kBytes);
+}
+
 TEST_F(CudaDeviceTest, AFenceIsReachedOnceAllItsStreamsHaveReachedIt) {
   for (cudaStream_t late : {home_, side_}) {
     compute_stream = side_;
