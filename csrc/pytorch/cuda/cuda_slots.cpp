@@ -31,9 +31,9 @@ Bytes CudaSlots::rounded(Bytes bytes) noexcept { return round_up(bytes, bytes < 
 void* CudaSlots::allocate(Bytes bytes) {
   HYDRA_EXPECT(bytes > 0, StateError, "cannot allocate " + std::to_string(bytes) + " bytes: ask for at least one");
   const Bytes size = rounded(bytes);
+  const CudaDeviceGuard guard(device_);
   live_ += size;  // before the meter sees the allocation
   try {
-    const CudaDeviceGuard guard(device_);
     const CudaReliefPause pause;
     return allocator::raw_alloc_with_stream(static_cast<std::size_t>(size), home_);
   } catch (const c10::OutOfMemoryError&) {
