@@ -42,7 +42,7 @@ from hydra_ext.errors import StateError
 SEQUENCE = 4096
 MAX_NORM = 1.0
 _HEAD_OF_PLAN = 6  # lines
-WARM_UP, EMULATED_WARM_UP = 3, 18  # steps; in those of an emulation the run has also tried its plans
+WARM_UP, EMULATED_WARM_UP = 3, 18  # steps; in those of an emulation the run has also tried its first plans
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,13 @@ def measured(step: Callable[[], None], steps: int, *, warm_up: int = WARM_UP) ->
 
 
 def run_hydra(
-    size: Size, tokens: int, budget: str | None, device: str, steps: int, machine: emulation.Machine | None = None
+    size: Size,
+    tokens: int,
+    budget: str | None,
+    device: str,
+    steps: int,
+    machine: emulation.Machine | None = None,
+    warm_up: int = WARM_UP,
 ) -> Cell:
     model = make_model(size, torch.bfloat16, filled=machine is None)
     optimizer = hydra_ext.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01)
@@ -156,7 +162,7 @@ def run_hydra(
         def step() -> None:
             run.step(data, loss, max_norm=MAX_NORM)
 
-        measured(step, 0, warm_up=WARM_UP if machine is None else EMULATED_WARM_UP)
+        measured(step, 0, warm_up=warm_up)
         run.sync()  # else the update of the step before counts, too
         before = run.report()
         watch = None if machine is None else emulation.Watch()
@@ -372,7 +378,8 @@ def _cell(size: Size, options: Any) -> Cell:
     machine = emulation.Machine.named(options.emulated)
     machine.start()
     try:
-        return run_hydra(size, options.tokens, options.budget, options.device, options.steps, machine)
+        given = (size, options.tokens, options.budget, options.device, options.steps)
+        return run_hydra(*given, machine, options.warm_up)
     finally:
         machine.stop()
 
@@ -387,6 +394,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "simulated"), default="cuda")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--emulated", choices=emulation.MACHINES, help="a virtual machine in place of a GPU")
+    parser.add_argument("--warm-up", type=int, default=EMULATED_WARM_UP, help="steps of an emulation before the timed")
     options: Any = parser.parse_args(argv)
     if options.emulated and (options.subject != "hydra" or options.device != "cuda"):
         sys.exit("only --subject hydra --device cuda runs on an emulated machine")
