@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
@@ -141,6 +142,49 @@ TEST_F(CudaDeviceTest, ASlotReturnsBehindAllComputeIfOneOfItsFencesCouldNotBeRec
   device_->slots().release(slot, kBytes);
 }
 
+TEST_F(CudaDeviceTest, ASlotReturnsBehindTheCopyThatStillFillsIt) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 1);
+  void* const slot = device_->slots().allocate(kBytes);
+  compute_stream = side_;
+  Gate gate;
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  const TicketPtr ticket = fill(slot, source, {});
+  ticket->wait_enqueued();
+  const std::int64_t waits = emulated_cuda::calls("cudaStreamWaitEvent");
+  device_->slot_returns(ticket.get(), {});
+  EXPECT_FALSE(ticket->finished()) << "the host must not have waited";
+  EXPECT_EQ(emulated_cuda::calls("cudaStreamWaitEvent"), waits + 1);
+  const auto seen = read_late(home_, slot);
+  gate.open();
+  finish(home_);
+  EXPECT_EQ(*seen, source);
+  ticket->wait();
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceTest, ComputeOfTheCurrentStreamFollowsAFence) {
+  for (cudaStream_t follower : {home_, side_}) {
+    cudaStream_t const leader = follower == home_ ? side_ : home_;
+    compute_stream = leader;
+    Gate gate;
+    std::atomic<bool> written{false};
+    emulated_cuda::launch(leader, [&gate, &written] {
+      gate.wait();
+      written = true;
+    });
+    const FencePtr fence = device_->record();
+    compute_stream = follower;
+    const std::int64_t waits = emulated_cuda::calls("cudaStreamWaitEvent");
+    device_->compute_follows(fence);
+    EXPECT_EQ(emulated_cuda::calls("cudaStreamWaitEvent"), waits + 1);
+    bool seen = false;
+    emulated_cuda::launch(follower, [&written, &seen] { seen = written.load(); });
+    gate.open();
+    finish(follower);
+    EXPECT_TRUE(seen);
+  }
+}
+
 TEST_F(CudaDeviceTest, AFenceIsReachedOnceAllItsStreamsHaveReachedIt) {
   for (cudaStream_t late : {home_, side_}) {
     compute_stream = side_;
@@ -177,6 +221,42 @@ TEST_F(CudaDeviceTest, AnErrorInTheMiddleOfAJobFailsItsTicketOnlyWhenNothingOfIt
   EXPECT_EQ(device_->to_device().statistics().failures, 1);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   device_->slots().release(slot, bytes);
+}
+
+TEST_F(CudaDeviceTest, AJobThatFailsBetweenItsPiecesEndsOnceTheFirstHasBeenCopied) {
+  std::vector<std::uint8_t> source = random_bytes(kBytes, 5);
+  CudaPinner pinner(0);
+  ASSERT_TRUE(pinner.pin(source.data(), kBytes));
+  auto* const slot = static_cast<std::uint8_t*>(device_->slots().allocate(kBytes));
+  Gate gate;
+  emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  Job job;
+  job.segments = {{slot, source.data(), kBytes / 2}, {slot + kBytes / 2, source.data() + kBytes / 2, kBytes / 2}};
+  emulated_cuda::fail("cudaMemcpyAsync", cudaErrorUnknown, 1);
+  const TicketPtr ticket = device_->to_device().submit(std::move(job));
+  while (!ticket->finished() && emulated_cuda::calls("cudaStreamSynchronize") == 0) {
+    std::this_thread::yield();
+  }
+  EXPECT_FALSE(ticket->finished()) << "a piece is still being copied";
+  gate.open();
+  EXPECT_NE(message_of(*ticket).find("cudaMemcpyAsync"), std::string::npos);
+  finish(device_->to_device_stream());
+  pinner.unpin(source.data(), kBytes);
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceTest, NothingFollowsACopyThatHasFailed) {
+  void* const slot = device_->slots().allocate(kBytes);
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 7);
+  for (const char* const call : {"cudaMemcpyAsync", "cudaEventSynchronize"}) {
+    emulated_cuda::fail(call, cudaErrorUnknown);
+    bool followed = false;
+    Job job = copy_job(slot, source);
+    job.after = [&followed] { followed = true; };
+    EXPECT_THROW(device_->to_device().submit(std::move(job))->wait(), TransferError);
+    EXPECT_FALSE(followed) << call;
+  }
+  device_->slots().release(slot, kBytes);
 }
 
 TEST_F(CudaDeviceTest, ErrorsSayWhatWasAskedAndWhatThereIs) {
@@ -265,6 +345,33 @@ TEST_F(CudaDeviceTest, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
   device_->to_device().drain();
   EXPECT_EQ(order, (std::vector<int>{1, 2}));
   device_->slots().release(slot, static_cast<Bytes>(source.size()));
+}
+
+TEST_F(CudaDeviceTest, AMoreUrgentJobWaitsForTheBatchesThatAreInFlightAndNoMore) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 8);
+  void* const slot = device_->slots().allocate(kBytes);
+  Lane& lane = device_->to_device();
+  const auto place = static_cast<int>(CudaLane::kInFlight);  // of the urgent job
+  for (int round = 0; round < 20; ++round) {  // an enqueuer that does not stop in time may still be late in one of them
+    Gate gate;
+    emulated_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+    std::vector<int> order;
+    std::vector<TicketPtr> slow;
+    for (int number = 0; number < place + 2; ++number) {
+      Job job = copy_job(slot, source);
+      job.after = [&order, number, place] { order.push_back(number < place ? number : number + 1); };
+      slow.push_back(lane.submit(std::move(job)));
+    }
+    slow[CudaLane::kInFlight - 1]->wait_enqueued();
+    Job urgent;
+    urgent.priority = Priority::kFault;
+    urgent.after = [&order, place] { order.push_back(place); };
+    lane.submit(std::move(urgent));
+    gate.open();
+    lane.drain();
+    EXPECT_TRUE(std::ranges::is_sorted(order)) << "round " << round;
+  }
+  device_->slots().release(slot, kBytes);
 }
 
 TEST_F(CudaDeviceTest, TheHostGoesOnWhileTheLastBatchesAreUnderWay) {
