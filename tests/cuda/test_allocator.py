@@ -143,6 +143,18 @@ def test_settings_of_the_allocator_are_as_before(budget: int) -> None:
     assert not _is_expandable()
 
 
+def test_segments_stay_expandable_until_the_last_large_budget_ends() -> None:
+    before = _settings()
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    with offloaded(last, None, budget=1536 * MIB):
+        last(torch.ones(4))
+        with offloaded(first, None, budget=1536 * MIB):
+            first(torch.ones(4))
+        assert _is_expandable()
+    assert _settings() == before
+    assert not _is_expandable()
+
+
 def test_expandable_segments_stay_off_if_the_user_says_so() -> None:
     before = _settings()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

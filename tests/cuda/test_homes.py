@@ -105,9 +105,9 @@ def test_blocks_leave_the_gpu_for_activations_that_grow() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("where", ["backward", "the whole step"])
+@pytest.mark.parametrize("where", ["backward", "the update", "the whole step"])
 def test_homes_follow_a_users_side_stream(where: str) -> None:
-    """Backward is late there. The user has not ordered the streams: gradients and weights are the host's to them."""
+    """What runs there is late. The user has not ordered the streams: gradients and weights are the host's to them."""
     plain, model = stack(torch.float32), stack(torch.float32)
     theirs, ours = OPTIMIZERS["adamw"](plain.parameters()), OPTIMIZERS["adamw"](model.parameters())
     batches = torch.randn(STEPS, 32, 1024)
@@ -115,12 +115,13 @@ def test_homes_follow_a_users_side_stream(where: str) -> None:
     side, seen = torch.cuda.Stream(), []
     with offloaded(model, ours, budget=1024 * MIB) as run:
         for batch in batches:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side) if where != "the update" else nullcontext():
                 loss = model(batch).pow(2).mean()
                 torch.cuda._sleep(100_000_000)
                 loss.backward()
-            with torch.cuda.stream(side) if where == "the whole step" else nullcontext():
+            with torch.cuda.stream(side) if where != "backward" else nullcontext():
                 seen += [loss.detach(), optim.clip_grad_norm_(model.parameters(), 1e-2)]
+                torch.cuda._sleep(100_000_000)
                 ours.step()
                 ours.zero_grad()
         torch.cuda.synchronize()
@@ -129,6 +130,33 @@ def test_homes_follow_a_users_side_stream(where: str) -> None:
         assert torch.equal(a.cpu(), b), f"step {step // 2}: {a.item()} and {b.item()}"
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_part_of_a_gradient_is_added_when_the_part_of_another_stream_is_there() -> None:
+    """The first backward is late on its stream, and the second one on another does not wait for it."""
+    model = stack(torch.float32)
+    plain = copy.deepcopy(model).cuda()
+    optimizer = optim.SGD(model.parameters(), lr=0.0)  # so that both models keep their weights
+    first, second = torch.randn(2, 32, 1024)
+    for part in (first, second):
+        plain(part.cuda()).pow(2).mean().backward()
+    expected = [parameter.grad.cpu() for parameter in plain.parameters()]  # type: ignore[union-attr]
+    side = torch.cuda.Stream()
+    with offloaded(model, optimizer, budget=1024 * MIB) as run:
+        for _ in range(3):
+            model(first).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.cuda.stream(side):
+            loss = model(first).pow(2).mean()
+            torch.cuda._sleep(400_000_000)
+            loss.backward()
+        del loss  # and with it what torch knows of the side stream
+        model(second).pow(2).mean().backward()
+        assert run.core.homes.statistics.settled > 0
+        assert run.core.homes.statistics.returned == 0
+        found = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def fill_small_memory() -> list[torch.Tensor]:

@@ -89,6 +89,22 @@ def test_a_users_side_stream_changes_nothing(where: str) -> None:
     assert_same(found, expected)
 
 
+def test_microbatches_of_a_round_run_on_the_callers_stream() -> None:
+    model, side = deep(layers=4), torch.cuda.Stream()
+    seen: list[torch.cuda.Stream] = []
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.cuda.current_stream())
+        return mean_of_squares(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with offloaded(model, optimizer, budget=BUDGET) as run, torch.cuda.stream(side):
+        for step in torch.randn(2, 3, 8, 2048):
+            run.step(list(step), loss_of)
+        assert run.report().rounds > 0
+    assert seen == [side] * 6
+
+
 class Late(nn.Module):
     """64 MiB that another stream reads late. Then this one takes `noise` times a layer's memory and writes it."""
 
@@ -169,11 +185,17 @@ def test_a_copy_of_autocast_is_there_for_each_stream_that_reads_it() -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("on_side", [False, True], ids=["main_stream", "side_stream"])
 @pytest.mark.parametrize("grad", [False, True], ids=["without_gradients", "with_gradients"])
-def test_a_pinned_input_may_be_written_when_the_forward_has_returned(grad: bool) -> None:
+def test_a_pinned_input_may_be_written_when_the_forward_has_returned(grad: bool, on_side: bool) -> None:
+    stream = torch.cuda.Stream() if on_side else torch.cuda.current_stream()
     model, batch = deep(width=512, layers=2), torch.randn(64, 512).pin_memory()
     before = batch.clone()
-    with offloaded(model, None, budget=BUDGET, poison=False), torch.set_grad_enabled(grad):
+    with (
+        torch.cuda.stream(stream),
+        offloaded(model, None, budget=BUDGET, poison=False),
+        torch.set_grad_enabled(grad),
+    ):
         expected = model(batch).detach().cpu()
         for _ in range(2):
             torch.cuda._sleep(2 * LONG_SLEEP)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
+from hydra_ext.errors import StateError
 from hydra_ext.runtime.placement import devices
 from support.gpu import EMULATED, on_stream
 from support.stash.stashed import assert_empty, assert_same, gradients
@@ -221,6 +222,36 @@ def test_memory_that_a_late_return_fills_is_not_used_again_though_backward_has_f
         assert torch.equal(other.cpu(), torch.full((512, 512), 7.0))
 
 
+def test_host_memory_that_a_late_return_reads_stays_though_backward_has_failed() -> None:
+    """Saved tensors of another size are next: for them the pool lets go of the memory that it has."""
+    x, larger = torch.randn(512, 512, device="cuda").requires_grad_(), torch.randn(1024, 1024, device="cuda")
+    larger.requires_grad_()
+    place = devices.choose("cuda")
+    stash = hydra_ext.stash(hydra_ext.Offload(), budget=2 * x.nbytes, device=place)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    for fails in (False, True):
+        with stash:
+            second = x.tanh().tanh()
+            loss = second.tanh().tanh().sum()
+        stash.report()  # waits until the first two have left
+        if fails:
+            second.register_hook(fail)
+            with on_stream(place._backend.to_device_stream):  # type: ignore[attr-defined]
+                torch.cuda._sleep(400_000_000)
+        with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
+            loss.backward()
+        del loss, second
+    with stash:
+        loss = larger.tanh().tanh().sum()
+    (found,) = torch.autograd.grad(loss, [larger])
+    stash.report()  # waits until all has come
+    (expected,) = torch.autograd.grad(larger.tanh().tanh().sum(), [larger])
+    assert torch.equal(found.cpu(), expected.cpu())
+
+
 @pytest.mark.parametrize("policy", [hydra_ext.Offload(), hydra_ext.Compress()], ids=["moved", "compressed"])
 def test_memory_of_another_stream_stays_until_the_operator_that_saves_it_has_read_it(policy: object) -> None:
     """The graph keeps the tensor until backward, so plain PyTorch needs no record_stream() here."""
@@ -291,3 +322,45 @@ def test_two_threads_finish_a_stream_once() -> None:
     assert sorted(ended) == [0, 1]
     torch.cuda.synchronize()
     assert stash.report().compressed > 0
+
+
+def test_a_tensor_is_compressed_behind_the_stream_that_saved_it() -> None:
+    """That stream is late. Another one saves a tensor, with which the first is compressed."""
+    home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    of_home = torch.randn(512, 512, device="cuda").requires_grad_()
+    side.wait_stream(home)
+    with torch.cuda.stream(side):
+        of_side = torch.randn(512, 512, device="cuda").requires_grad_()
+
+    def loss_of() -> Tensor:
+        torch.cuda._sleep(400_000_000)
+        here = of_home.mul(2).relu()
+        with torch.cuda.stream(side):
+            there = of_side.mul(2).relu()
+        home.wait_stream(side)
+        return (here + there).sum()
+
+    leaves = [of_home, of_side]
+    expected = [gradient.cpu() for gradient in torch.autograd.grad(loss_of(), leaves)]
+    stash = hydra_ext.stash(hydra_ext.Compress(), device="cuda")
+    for _ in range(3):
+        with stash:
+            loss = loss_of()
+        found = torch.autograd.grad(loss, leaves)
+        torch.cuda.synchronize()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.cpu(), other)  # relu needs signs alone, which come back
+        del loss
+    assert stash.report().compressed > 0
+
+
+def test_an_index_outside_its_window_is_refused() -> None:
+    """torch saves none. Whoever writes to the indices behind autograd's back is told when their codes leave."""
+    x = torch.randn(2, 16, 64, 64, device="cuda").requires_grad_()
+    stash = hydra_ext.stash(hydra_ext.Compress(), device="cuda")
+    with stash, pytest.raises(StateError, match="outside its window"):
+        pooled, indices = nn.functional.max_pool2d(x * 1, 2, return_indices=True)
+        indices.data[0, 0, 0, 0] = 64 * 64 - 1
+        pooled = pooled.relu()  # now the indices are encoded
+        torch.cuda.synchronize()
+        pooled.relu()
