@@ -95,6 +95,18 @@ def test_settled_blocks_stay_while_the_activations_are_the_same() -> None:
     assert moved[-1] == moved[4], moved
 
 
+def test_room_is_made_before_torch_has_to_refuse() -> None:
+    """Blocks of 18 MiB, each in memory of its own, hold the budget. A tensor fits where one of them was."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(10)])
+    with offloaded(model, None, budget=128 * MIB) as run, torch.no_grad():
+        model(torch.randn(8, 2048))
+        refusals, spills = torch.cuda.memory_stats()["num_ooms"], run.report().spills
+        tensors = [torch.empty(16 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        assert run.report().spills > spills
+        assert torch.cuda.memory_stats()["num_ooms"] == refusals
+        del tensors
+
+
 def test_memory_that_blocks_hold_is_found_from_another_stream() -> None:
     """torch's allocator reuses memory on its own stream only, until it has been released."""
     budget = 192 * MIB
