@@ -208,6 +208,19 @@ def test_slots_are_of_the_home_stream_whatever_stream_brings_them() -> None:
         assert large == [run._place._backend.home_stream]  # type: ignore[attr-defined]
 
 
+def test_torch_may_reserve_the_sum_of_the_budgets_of_open_runs() -> None:
+    def limit() -> float:
+        return torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1] / MIB
+
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    with offloaded(first, None, budget=96 * MIB):
+        first(torch.ones(4))
+        with offloaded(second, None, budget=64 * MIB):
+            second(torch.ones(4))
+            assert limit() == pytest.approx(160)
+        assert limit() == pytest.approx(96)
+
+
 def test_an_allocation_above_the_budget_throws_nothing_out() -> None:
     budget = 128 * MIB
     model = Spread(layers=20)
