@@ -10,7 +10,7 @@ FEWEST, MOST = 4, 14  # units: a header and its source are one
 GENERATED = {"_C", "_build_info"}
 # Smaller ones, with what is to keep them apart.
 SMALL = {
-    "csrc/bindings": "the module, above its two folders",
+    "csrc/bindings": "the module, above its three folders",
     "csrc/io": "the only part that knows files",
     "csrc/pytorch/threads": "what all other folders of pytorch need, and no memory",
     "hydra_ext/_C": "generated stubs",

@@ -116,6 +116,7 @@ __all__: list[str] = [
     "partition_pipeline",
     "plan_activations",
     "plan_checkpoints",
+    "plan_jobs",
     "random_states",
     "reached_leaves",
     "reached_models",
@@ -1983,6 +1984,24 @@ def plan_checkpoints(
 ) -> CheckpointPlan | None:
     """
     Stages are (forward time, backward time, output bytes, saved bytes, forward transient, backward transient). Steps count from 0.
+    """
+
+def plan_jobs(
+    nodes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    jobs: collections.abc.Sequence[
+        tuple[
+            str,
+            collections.abc.Sequence[
+                tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+            ],
+        ]
+    ],
+    *,
+    seed: typing.SupportsInt | typing.SupportsIndex,
+    effort: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[list[tuple[int, int, float]], float, float]:
+    """
+    Nodes are GPUs, jobs (name, [(GPUs, seconds)]). Returns placements (option, node, start), makespan and bound.
     """
 
 def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:

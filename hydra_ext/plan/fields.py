@@ -11,7 +11,8 @@ from hydra_ext.errors import PlanError
 class Fields:
     """A mapping that a problem, or a part of it, is given as.
 
-    Every method raises :class:`~hydra_ext.errors.PlanError` if the entry is missing, or is not what the method reads.
+    Every method but :meth:`has` raises :class:`~hydra_ext.errors.PlanError` if the entry is missing, or is not what the
+    method reads.
 
     Args:
         values: The mapping.
@@ -29,6 +30,10 @@ class Fields:
         if key not in self._values:
             raise PlanError(f"{self._name} has no '{key}': add it; there are {_listed(self._values)}")
         return self._values[key]
+
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, and it is not null."""
+        return self._values.get(key) is not None
 
     def amount(self, key: str) -> float:
         """A finite number of at least 0, such as a time or bytes."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from hydra_ext import _C
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.fields import Fields, amount, count, items
-from hydra_ext.plan.node_index import NodeId, check_order, find, index_nodes
+from hydra_ext.plan.graphs.node_index import NodeId, check_order, find, index_nodes
 from hydra_ext.plan.solution import Solution
 
 MOST_MACHINES = 1023  # of a level

@@ -42,7 +42,20 @@ TWO_BUFFERS: Problem = {
     "device_memory_bytes": 1e12,
 }
 SPLIT: Problem = {**splits.make_problem(random.Random(2), layers=5, devices=4), "memory_bytes": 1e9}
-PROBLEMS = {"equal_split": SPLIT, "twobw": TWO_BUFFERS, "unequal_split": SPLIT, "width_depth": EQUAL_BLOCKS}
+JOBS: Problem = {
+    "nodes": [2, 4],
+    "jobs": [
+        {"name": "a", "options": [{"gpus": 1, "runtime_s": 7.0}, {"gpus": 4, "runtime_s": 2.5}]},
+        {"name": "b", "minibatches": 10.0, "options": [{"gpus": 2, "seconds_per_minibatch": 0.5}]},
+    ],
+}
+PROBLEMS = {
+    "equal_split": SPLIT,
+    "spase": JOBS,
+    "twobw": TWO_BUFFERS,
+    "unequal_split": SPLIT,
+    "width_depth": EQUAL_BLOCKS,
+}
 IGNORED = {("unequal_split", "order")}
 
 

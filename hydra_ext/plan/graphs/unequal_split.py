@@ -1,7 +1,7 @@
 """Stages of any size, each with its own replicas and its own recomputed layers: Piper without tensor parallelism.
 
-:mod:`hydra_ext.plan.layer_graph` has the costs. The search (csrc/plan/unequal_split.h) is exact if the graph has at
-most 40,000 sets of layers with all their inputs. For others it gives the best plan of some sets, and a bound that no
+:mod:`hydra_ext.plan.graphs.layer_graph` has the costs. The search (csrc/plan/unequal_split.h) is exact if the graph has
+at most 40,000 sets of layers with all their inputs. For others it gives the best plan of some sets, and a bound that no
 plan beats. Then more memory may give a slower plan; and if none of these plans fits, there is neither plan nor bound,
 though another plan may fit.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from hydra_ext import _C
 from hydra_ext.plan.fields import Fields
-from hydra_ext.plan.layer_graph import Way, read
+from hydra_ext.plan.graphs.layer_graph import Way, read
 from hydra_ext.plan.solution import Solution
 
 

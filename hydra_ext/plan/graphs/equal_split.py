@@ -2,7 +2,7 @@
 
 They are the plans that Piper's authors compare with (Tarnawski, Narayanan, Phanishayee, NeurIPS 2021): s stages with d
 replicas each, where s * d is at most the devices and at most the microbatches of a batch, and d divides the latter.
-:mod:`hydra_ext.plan.layer_graph` has the costs.
+:mod:`hydra_ext.plan.graphs.layer_graph` has the costs.
 
 In a model with transformer layers, these are counted. Layers before them join the first stage and layers after them the
 last, or both form stages of their own. In other models all layers are counted, in the order that the problem gives.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.fields import Fields
-from hydra_ext.plan.layer_graph import SplitProblem, Way, read
-from hydra_ext.plan.node_index import find
+from hydra_ext.plan.graphs.layer_graph import SplitProblem, Way, read
+from hydra_ext.plan.graphs.node_index import find
 from hydra_ext.plan.solution import Solution
 from hydra_ext.plan.width_depth import factors
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.fields import Fields, amount, items
-from hydra_ext.plan.node_index import NodeId, check_order, find, index_nodes
+from hydra_ext.plan.graphs.node_index import NodeId, check_order, find, index_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
