@@ -19,7 +19,7 @@ constexpr double kSameMakespan = 1e-10;          // relative
 constexpr std::int64_t kFirstBranches = 20'000;  // of an exact search before the others
 constexpr std::int64_t kBranches = 200'000;      // of one after them
 constexpr double kWorkOfJob = 3e7;               // of a pass
-constexpr double kWorkOfBatch = 8e8;             // at most, with up to kManyJobs
+constexpr double kWorkOfBatch = 9e8;             // at most, with up to kManyJobs
 constexpr double kManyJobs = 100;                // from here on work grows with the square of the jobs
 constexpr double kMostGrowth = 5;
 
@@ -28,8 +28,9 @@ struct Round {
   Cooling cooling;
 };
 
-// The hot round finds good options, the cold one their order.
-constexpr std::array<Round, 2> kPass = {{{0.3, {1e-2, 3e-5}}, {0.7, {3e-3, 1e-5}}}};
+// Hot rounds find good options, the cold one their order.
+constexpr Round kHot = {0.08, {1e-2, 3e-5}};
+constexpr std::array<Round, 4> kPass = {kHot, kHot, kHot, Round{0.76, {3e-3, 1e-5}}};
 
 double work_of_pass(std::size_t jobs) {
   const double count = static_cast<double>(jobs);
