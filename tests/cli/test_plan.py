@@ -49,6 +49,19 @@ def test_it_prints_nothing_but_the_plan_as_json(file: Path, capfd: pytest.Captur
     assert shown.err == ""
 
 
+def test_jobs_of_a_file_are_scheduled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = [{"gpus": 1, "runtime_s": 8.0}, {"gpus": 2, "runtime_s": 5.0}]
+    file = tmp_path / "jobs.json"
+    file.write_text(json.dumps({"nodes": [2], "jobs": [{"name": name, "options": options} for name in "ab"]}))
+    assert plan(file, "--json", kind="spase") == 0
+    assert json.loads(capfd.readouterr().out) == {
+        "objective": 8.0,
+        "plan": [[0, 0, 0.0], [0, 0, 0.0]],
+        "bound": 8.0,
+        "gap": 0.0,
+    }
+
+
 def test_without_json_it_prints_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(file) == 0
     assert capsys.readouterr().out == "objective 0.006, proved to be the best\n1\n4\n"

@@ -17,7 +17,7 @@ namespace {
 
 constexpr double kSameMakespan = 1e-10;          // relative
 constexpr std::int64_t kFirstBranches = 20'000;  // of an exact search before the others
-constexpr std::int64_t kBranches = 200'000;      // of one after them
+constexpr std::int64_t kBranches = 500'000;      // of one after them
 constexpr double kWorkOfJob = 3e7;               // of a pass
 constexpr double kWorkOfBatch = 9e8;             // at most, with up to kManyJobs
 constexpr double kManyJobs = 100;                // from here on work grows with the square of the jobs
