@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -195,26 +196,35 @@ def test_a_tensor_leaves_behind_the_stream_that_saved_it() -> None:
     assert stash.report().to_device_bytes > 0
 
 
-def test_memory_that_a_late_return_fills_is_not_used_again_though_backward_has_failed() -> None:
-    x = torch.randn(512, 512, device="cuda").requires_grad_()
+def _stash_of_two(x: Tensor) -> tuple[Any, Any]:
+    """Has room for two tensors of that size. Returns the device too."""
     place = devices.choose("cuda")
-    stash = hydra_ext.stash(hydra_ext.Offload(), budget=2 * x.nbytes, device=place)
+    return hydra_ext.stash(hydra_ext.Offload(), budget=2 * x.nbytes, device=place), place
+
+
+def _train(x: Tensor, stash: Any, place: Any, *, fails: bool) -> None:
+    """One forward and backward. If it fails, returns of saved tensors are late, and still under way then."""
 
     def fail(_: Tensor) -> None:
         raise ValueError("on purpose")
 
+    with stash:
+        second = x.tanh().tanh()
+        loss = second.tanh().tanh().sum()
+    stash.report()  # waits until the first two have left
+    if fails:
+        second.register_hook(fail)
+        with on_stream(place._backend.to_device_stream):
+            torch.cuda._sleep(400_000_000)
+    with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
+        loss.backward()
+
+
+def test_memory_that_a_late_return_fills_is_not_used_again_though_backward_has_failed() -> None:
+    x = torch.randn(512, 512, device="cuda").requires_grad_()
+    stash, place = _stash_of_two(x)
     for fails in (False, True):
-        with stash:
-            second = x.tanh().tanh()
-            loss = second.tanh().tanh().sum()
-        stash.report()  # waits until the first two have left
-        if fails:
-            second.register_hook(fail)
-            with on_stream(place._backend.to_device_stream):  # type: ignore[attr-defined]
-                torch.cuda._sleep(400_000_000)
-        with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
-            loss.backward()
-        del loss, second
+        _train(x, stash, place, fails=fails)
         others = [torch.full((512, 512), 7.0, device="cuda") for _ in range(8)]
     report = stash.report()  # waits until all has come
     assert report.prefetched > 0
@@ -226,24 +236,9 @@ def test_host_memory_that_a_late_return_reads_stays_though_backward_has_failed()
     """Saved tensors of another size are next: for them the pool lets go of the memory that it has."""
     x, larger = torch.randn(512, 512, device="cuda").requires_grad_(), torch.randn(1024, 1024, device="cuda")
     larger.requires_grad_()
-    place = devices.choose("cuda")
-    stash = hydra_ext.stash(hydra_ext.Offload(), budget=2 * x.nbytes, device=place)
-
-    def fail(_: Tensor) -> None:
-        raise ValueError("on purpose")
-
+    stash, place = _stash_of_two(x)
     for fails in (False, True):
-        with stash:
-            second = x.tanh().tanh()
-            loss = second.tanh().tanh().sum()
-        stash.report()  # waits until the first two have left
-        if fails:
-            second.register_hook(fail)
-            with on_stream(place._backend.to_device_stream):  # type: ignore[attr-defined]
-                torch.cuda._sleep(400_000_000)
-        with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
-            loss.backward()
-        del loss, second
+        _train(x, stash, place, fails=fails)
     with stash:
         loss = larger.tanh().tanh().sum()
     (found,) = torch.autograd.grad(loss, [larger])
