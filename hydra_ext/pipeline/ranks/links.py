@@ -271,12 +271,12 @@ class Inbox:
                 start = time.perf_counter()
                 message = prologue.message(self._fetch(form), form)
                 self.received_bytes += form.nbytes
+                self.log.note(message.batch, message.microbatch, form.nbytes, start)
                 with self._watch.changed:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
                 # It comes first since it gives up the interpreter lock, and the thread that computes waits for that.
                 arriving = self._channel.post_words(words)
-                self.log.note(message.batch, message.microbatch, form.nbytes, start)
                 del message
                 with self._posting:
                     if self._posted and self._posted[0] is None:
