@@ -378,8 +378,7 @@ def _cell(size: Size, options: Any) -> Cell:
     machine = emulation.Machine.named(options.emulated)
     machine.start()
     try:
-        given = (size, options.tokens, options.budget, options.device, options.steps)
-        return run_hydra(*given, machine, options.warm_up)
+        return run_hydra(size, options.tokens, options.budget, options.device, options.steps, machine, options.warm_up)
     finally:
         machine.stop()
 
