@@ -21,9 +21,10 @@ from hydra_ext.runtime.run import Run
 from hydra_ext.stash import stash
 
 if TYPE_CHECKING:
-    from hydra_ext import codec, plan, schedule, tiled
+    from hydra_ext import codec, fleet, plan, schedule, tiled
     from hydra_ext.checkpoint.loading import Loaded, load_model
     from hydra_ext.construction import materialize
+    from hydra_ext.fleet import Fleet, Job
     from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
     from hydra_ext.runtime.reporting.figures import StepFigures
     from hydra_ext.runtime.rounds.step import StepOutput
@@ -32,6 +33,8 @@ __all__ = [
     "Auto",
     "Checks",
     "Compress",
+    "Fleet",
+    "Job",
     "Keep",
     "Loaded",
     "Offload",
@@ -47,6 +50,7 @@ __all__ = [
     "__version__",
     "codec",
     "errors",
+    "fleet",
     "load_model",
     "materialize",
     "offload",
@@ -60,6 +64,8 @@ __all__ = [
 __version__ = _build_info.VERSION
 
 _ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
+    "Fleet": "hydra_ext.fleet",
+    "Job": "hydra_ext.fleet",
     "Loaded": "hydra_ext.checkpoint.loading",
     "Pipeline": "hydra_ext.pipeline",
     "PipelineOutput": "hydra_ext.pipeline",
@@ -72,7 +78,7 @@ _ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("codec", "plan", "schedule", "tiled"):
+    if name in ("codec", "fleet", "plan", "schedule", "tiled"):
         return importlib.import_module(f"hydra_ext.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'hydra_ext' has no attribute '{name}'")

@@ -317,3 +317,51 @@ class SaveFailed(HydraError, RuntimeError):
 
 class CheckpointsInUse(SaveFailed):
     """Another process is saving into the same folder at this moment."""
+
+
+class InvalidJob(HydraError, TypeError, ValueError):
+    """A job of a fleet has an argument that is not as it should be, or a function that workers cannot find by name."""
+
+
+class JobDoesNotFit(HydraError, ValueError):
+    """No technique can train a job of a fleet on its devices. Nothing has run.
+
+    Attributes:
+        job: Name of the job.
+        smallest_budget: Smallest budget of a device, in bytes, that would do; None if no budget would.
+        reasons: Why not, by technique and number of devices.
+    """
+
+    def __init__(self, message: str, *, job: str, smallest_budget: int | None, reasons: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.job = job
+        self.smallest_budget = smallest_budget
+        self.reasons = dict(reasons)
+
+
+class FleetInUse(HydraError, RuntimeError):
+    """Another process runs a fleet in this folder, or its workers have not ended yet."""
+
+
+class JournalError(HydraError, RuntimeError):
+    """The journal of a fleet is missing, damaged, or of another fleet. Nothing was changed.
+
+    Attributes:
+        file: Path of the journal.
+    """
+
+    def __init__(self, message: str, *, file: Path) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+class JobFailed(HydraError, RuntimeError):
+    """Jobs of a fleet were set aside. The others have ended, and their results are there.
+
+    Attributes:
+        failures: The last error of each such job, by its name.
+    """
+
+    def __init__(self, message: str, *, failures: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)

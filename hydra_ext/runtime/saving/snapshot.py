@@ -34,7 +34,7 @@ class Training:
 
     Attributes:
         helpers: Schedule and scaler of the caller, by these names; None for one that was not given.
-        core: Core of the model, which reads tensors at home on the disk.
+        core: Core of the model, which reads tensors at home on the disk; None without an offload context.
         spilling: Plan for tensors whose home is the disk; None if there are none.
     """
 
@@ -44,7 +44,7 @@ class Training:
     device: torch.device
     replicas: Replicas | None
     helpers: dict[str, Stateful | None]
-    core: _C.PagedModel
+    core: _C.PagedModel | None
     spilling: Spilling | None
 
     @property
@@ -99,8 +99,10 @@ def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -
     return Contents(step, found, model_state.ties(tensors), content, model_state.texts(training.model))
 
 
-def _where_it_is(group: Sequence[Entry], core: _C.PagedModel) -> list[Entry]:
+def _where_it_is(group: Sequence[Entry], core: _C.PagedModel | None) -> list[Entry]:
     """The entries, changed to read a tensor whose home is the disk from there at its turn, without moving it."""
+    if core is None:
+        return list(group)
 
     def fetched(fetch: Callable[[], Tensor]) -> Tensor:
         tensor = fetch()

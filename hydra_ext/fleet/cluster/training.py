@@ -1,0 +1,153 @@
+"""The training loop of a job, the same for all techniques, and the trial of a few steps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydra_ext.checkpoint import choosing
+from hydra_ext.checkpoint.format.files import Files
+from hydra_ext.checkpoint.format.tensors import bytes_of
+from hydra_ext.fleet.cluster.interface import Order
+from hydra_ext.fleet.cluster.progress import ProgressWriter
+from hydra_ext.fleet.job import Job
+from hydra_ext.fleet.techniques import Gang, Session, Technique
+from hydra_ext.fleet.techniques.building import Batches
+
+WARM_UP, MEASURED = 2, 3  # steps of a trial: the first ones record and plan
+CHECKPOINTS = "ckpt"
+
+
+class Decision(IntEnum):
+    """What all ranks do before a step."""
+
+    GO = 0
+    SAVE = 1
+    STOP = 2  # save and end
+
+
+def agreed(gang: Gang, decision: Decision) -> Decision:
+    """The first rank's decision, on every rank."""
+    if gang.ranks == 1:
+        return decision
+    value = torch.tensor([int(decision)], device="cpu")
+    dist.broadcast(value, 0)
+    return Decision(int(value.item()))
+
+
+class Loop:
+    """Trains a job on from its newest checkpoint.
+
+    Args:
+        is_stopped: Whether this process was asked to save and end.
+    """
+
+    def __init__(self, order: Order, job: Job, gang: Gang, is_stopped: Callable[[], bool]) -> None:
+        self._order = order
+        self._job = job
+        self._gang = gang
+        self._is_stopped = is_stopped
+        self._folder = Path(order.folder) / CHECKPOINTS
+        self._progress = ProgressWriter(order.progress_file, order.gang) if gang.rank == 0 else None
+
+    def run(self, technique: Technique) -> None:
+        begun = time.monotonic()
+        try:
+            with technique.open(self._job, self._gang, self._order.configuration) as session:
+                found = session.load(self._folder)
+                step = 0 if found is None else int(found[1]["step"])
+                self._tell("opened", step, seconds=time.monotonic() - begun, technique=technique.name)
+                self._train(session, step)
+        finally:
+            if self._progress is not None:
+                self._progress.close()
+
+    def _train(self, session: Session, step: int) -> None:
+        job, batches, saved = self._job, Batches(self._job), time.monotonic()
+        while step < job.steps:
+            decision = agreed(self._gang, self._decided(saved))
+            if decision is not Decision.GO:
+                self._save(session, step)
+                saved = time.monotonic()
+            if decision is Decision.STOP:
+                self._tell("stopped", step)
+                return
+            begun = time.monotonic()
+            microbatches = batches.of_step(step)
+            loss = session.step(microbatches, job.seeds(step, len(microbatches)))
+            step += 1
+            self._tell("step", step, loss=loss, seconds=time.monotonic() - begun)
+        evaluation = None if job.evaluate is None else session.evaluate(list(job.evaluate()))
+        self._save(session, step)
+        self._tell("done", step, evaluation=evaluation)
+
+    def _decided(self, saved: float) -> Decision:
+        if self._is_stopped():
+            return Decision.STOP
+        return Decision.SAVE if time.monotonic() - saved > self._order.save_every else Decision.GO
+
+    def _save(self, session: Session, step: int) -> None:
+        begun = time.monotonic()
+        session.save(self._folder, {"step": step})
+        self._tell("saved", step, seconds=time.monotonic() - begun)
+
+    def _tell(self, event: str, step: int, **more: Any) -> None:
+        if self._progress is not None:
+            self._progress.write(event, step, time=time.time(), **more)
+
+
+def try_out(order: Order, job: Job, gang: Gang, technique: Technique) -> None:
+    """Measures a few steps. The first rank leaves the result in the order's file.
+
+    The result has the seconds of opening, of a step and of saving, and a digest of losses and weights.
+    """
+    begun = time.monotonic()
+    folder = Path(order.folder) / f"gang-{order.gang}.ckpt"
+    batches, losses, seconds = Batches(job), [], []
+    with technique.open(job, gang, order.configuration) as session:
+        opened = time.monotonic() - begun
+        for step in range(WARM_UP + MEASURED):
+            begun = time.monotonic()
+            microbatches = batches.of_step(step)
+            losses.append(session.step(microbatches, job.seeds(step, len(microbatches))))
+            gang.device.synchronize()
+            seconds.append(time.monotonic() - begun)
+        begun = time.monotonic()
+        session.save(folder, {"step": len(losses)})
+        saved = time.monotonic() - begun
+    if gang.rank == 0:
+        result = {
+            "open_s": opened,
+            "step_s": sorted(seconds[WARM_UP:])[MEASURED // 2],
+            "first_s": seconds[0],
+            "save_s": saved,
+            "digest": digest(folder, losses),
+        }
+        write_result(order.result_file, result)
+
+
+def digest(folder: Path, losses: list[float]) -> str:
+    """Of losses, and of all weights and buffers of the newest checkpoint, bit by bit."""
+    found = hashlib.sha256(repr(losses).encode())
+    with choosing.newest(folder, Files(), lambda reader: reader.hold(("model",))) as reader:
+        if reader is not None:
+            for name in sorted(reader.manifest.tensors.get("model", {})):
+                found.update(name.encode())
+                found.update(bytes_of(reader.read("model", name)))
+    return found.hexdigest()
+
+
+def write_result(path: Path, result: Any) -> None:
+    """Writes a file that readers see whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(result))
+    os.replace(draft, path)

@@ -1,0 +1,95 @@
+"""What one process of a gang does: joins the gang, carries out its order, and writes down why it failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydra_ext.fleet.cluster import training
+from hydra_ext.fleet.cluster.interface import Order, Task
+from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.job import Job
+from hydra_ext.fleet.techniques import Gang, WontDo, technique_named
+
+logger = logging.getLogger(__name__)
+
+FAILED = 1  # exit status; the reason is in the order's error file
+
+
+def run(order: Order, rank: int) -> int:
+    """Carries out an order as one rank of its gang. Returns the process's exit status."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    sys.path[:] = [*order.path, *(each for each in sys.path if each not in order.path)]
+    torch.set_num_threads(order.threads)
+    try:
+        job = Job.of(dict(order.job))
+        if order.task is Task.SEARCH:
+            _search(order, job)
+            return 0
+        with _gang(order, rank) as gang:
+            technique = technique_named(order.technique)
+            if order.task is Task.TRIAL:
+                training.try_out(order, job, gang, technique)
+            else:
+                training.Loop(order, job, gang, stop.is_set).run(technique)
+    except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the process ends here
+        training.write_result(order.error_file(rank), _told(error))
+        return FAILED
+    return 0
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    return {
+        "message": f"{type(error).__name__}: {error}",
+        "trace": "".join(traceback.format_exception(error)),
+        "wont_do": isinstance(error, WontDo),
+        "smallest_budget": getattr(error, "smallest_budget", None),
+    }
+
+
+@contextmanager
+def _gang(order: Order, rank: int) -> Iterator[Gang]:
+    """The gang of this process; several ranks meet by a file in the job's folder."""
+    device = Device.of(dict(order.devices[rank]))
+    if device.card is not None:
+        torch.cuda.set_device(device.card)
+    ranks = len(order.devices)
+    if ranks == 1:
+        yield Gang(device=device, rank=0, ranks=1)
+        return
+    meeting = Path(order.folder).absolute() / f"gang-{order.gang}.meeting"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of a gang are on one node
+    backend = "gloo" if device.card is None else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=meeting.as_uri(), rank=rank, world_size=ranks)
+    try:
+        yield Gang(device=device, rank=rank, ranks=ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+def _search(order: Order, job: Job) -> None:
+    """Asks each technique for its choice."""
+    devices = [Device.of(dict(each)) for each in order.devices]
+    answers = []
+    for place, count in order.asked:
+        technique = technique_named(place)
+        answer: dict[str, Any] = {"technique": place, "devices": count, "configuration": None, "why_not": ""}
+        answer |= {"exact": technique.exact, "bound": technique.bound, "smallest_budget": None, "name": technique.name}
+        try:
+            answer["configuration"] = dict(technique.search(job, devices[:count]))
+        except WontDo as error:
+            answer |= {"why_not": str(error), "smallest_budget": error.smallest_budget}
+        answers.append(answer)
+    training.write_result(order.result_file, answers)

@@ -1,0 +1,182 @@
+"""``hydra_ext.Fleet``: trains many jobs on few devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from hydra_ext.errors import InvalidArgument, InvalidJob, JournalError
+from hydra_ext.fleet import devices as fleet_devices
+from hydra_ext.fleet import history, references
+from hydra_ext.fleet.cluster.embedded import EmbeddedCluster
+from hydra_ext.fleet.cluster.interface import Cluster
+from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.job import Job
+from hydra_ext.fleet.journal import Journal, read_only
+from hydra_ext.fleet.results import Results
+from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler, Settings
+from hydra_ext.fleet.scheduling.trials import Trials
+from hydra_ext.fleet.techniques import BUILT_IN, technique_named
+from hydra_ext.policy import SimulatedDevice
+
+
+class Fleet:
+    """Trains many jobs on the devices of this machine: it chooses how each runs, where and when.
+
+    Every job has a folder of its own in the fleet's, with its checkpoints (``JOB/ckpt``), losses and output. The
+    folder's journal has every decision, so that :meth:`resume` goes on after any end of this process.
+
+    Args:
+        folder: Of the fleet; made if it is new.
+        devices: The devices, such as ``["cuda:0", "cuda:1"]``, or their number. None takes all CUDA devices, or one
+            simulated device where there is none.
+        budget: Device bytes of a job on each device; ``"auto"`` for nearly all.
+
+    Raises:
+        InvalidArgument: An argument is not as given here.
+        InvalidBudget: The budget is not a size.
+        InvalidDevice: A device does not exist.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        devices: int | Sequence[SimulatedDevice | str] | None = None,
+        budget: int | str = "auto",
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self._devices = devices
+        self._budget = budget
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        interval: float = 1000.0,
+        patience: float = 1800.0,
+        techniques: Sequence[str] | None = None,
+    ) -> Results:
+        """Runs jobs to their end. A job that fails three times without a new checkpoint in between is set aside.
+
+        Before anything runs, every technique is asked about every job, and those that would do are measured for a few
+        steps. Call this below ``if __name__ == "__main__":`` if the program itself defines the jobs' functions.
+
+        Args:
+            jobs: With different names.
+            interval: Seconds between plans, and between a job's checkpoints.
+            patience: Seconds without a step after which a job counts as hanging, and is restarted.
+            techniques: Names of techniques, or classes as ``"module:Class"``; by default all that there are.
+
+        Raises:
+            InvalidJob: Two jobs have one name, or a job cannot be built.
+            JobDoesNotFit: No technique can train a job. Nothing has run.
+            FleetInUse: Another process runs a fleet in the folder.
+            InvalidArgument: The folder has a fleet already, or an argument is not as given here.
+        """
+        described = _described(jobs)
+        chosen = list(BUILT_IN if techniques is None else techniques)
+        for place in chosen:
+            technique_named(place)
+        for name, value in (("interval", interval), ("patience", patience)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise InvalidArgument(f"{name}={value!r}: give a positive number of seconds")
+        devices = fleet_devices.choose(self._devices, self._budget)
+        with _journal(self.folder) as journal:
+            if journal.entries:
+                raise InvalidArgument(
+                    f"{self.folder} has a fleet already: call resume() to go on with it, or give another folder"
+                )
+            journal.write(
+                "fleet",
+                jobs=described,
+                devices=[device.describe() for device in devices],
+                techniques=chosen,
+                interval=interval,
+                patience=patience,
+                path=_search_path(),
+                time=time.time(),
+            )
+        return self.resume()
+
+    def resume(self) -> Results:
+        """Goes on with the fleet of the folder, from its journal and the jobs' checkpoints.
+
+        Raises:
+            JournalError: There is no fleet in the folder, or its journal is damaged.
+            FleetInUse: Another process runs it.
+        """
+        if not (self.folder / "journal.jsonl").exists():
+            raise JournalError(
+                f"{self.folder} has no fleet: start one with run(jobs)", file=self.folder / "journal.jsonl"
+            )
+        with _journal(self.folder) as journal:
+            if not journal.entries or journal.entries[0]["event"] != "fleet":
+                raise JournalError(f"{journal.path} does not begin with a fleet", file=journal.path)
+            devices = [Device.of(each) for each in journal.entries[0]["devices"]]
+            cluster = EmbeddedCluster(devices, lock=self.folder / "workers.lock")
+            try:
+                return _run(self.folder, journal, cluster)
+            finally:
+                cluster.close()
+
+
+def _run(folder: Path, journal: Journal, cluster: Cluster) -> Results:
+    given, past = journal.entries[0], history.read(folder, journal.entries)
+    open_ = [job for name, job in past.jobs.items() if not job.is_done and not job.failures]
+    gangs, offset = count(past.next_gang), past.seconds - cluster.now()
+
+    def record(event: str, **more: Any) -> None:
+        journal.write(event, **{**more, **({"at": more["at"] + offset} if "at" in more else {})})
+
+    settings = Settings(
+        interval=given["interval"],
+        patience=given["patience"],
+        threads=max(1, (os.cpu_count() or 1) // len(cluster.nodes()[0].devices)),
+        path=given["path"],
+    )
+    if open_:
+        trials = Trials(cluster, folder / "trials", given["techniques"], settings, gangs=gangs, record=record)
+        measured = trials.measure([job.job for job in open_], past.measured)
+        jobs = [
+            JobRecord(job.job, measured[job.job["name"]].options, str(job.folder), step=job.step, saved=job.step)
+            for job in open_
+        ]
+        Scheduler(cluster, jobs, settings, gangs=gangs, record=record).run()
+        record("finished", at=cluster.now())
+    return history.results(history.read(folder, read_only(folder)))
+
+
+@contextmanager
+def _journal(folder: Path) -> Iterator[Journal]:
+    journal = Journal(folder)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def _described(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    if isinstance(jobs, Job) or not all(isinstance(job, Job) for job in jobs):
+        raise InvalidJob("jobs: give a list of hydra_ext.Job")
+    if not jobs:
+        raise InvalidJob("jobs is empty: give one at least")
+    names = [job.name for job in jobs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidJob(f"two jobs are named {twice!r}: their folders would be one; give each a name of its own")
+    described = [job.describe() for job in jobs]
+    for each in described:
+        references.resolve(each["model"])  # the program's own file can be found
+    return described
+
+
+def _search_path() -> list[str]:
+    """The folders of this process, absolute: workers may start elsewhere."""
+    return [str(Path(each).absolute()) if each else os.getcwd() for each in sys.path]

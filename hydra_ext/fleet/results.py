@@ -1,0 +1,140 @@
+"""What became of the jobs of a fleet."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra_ext.errors import JobFailed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A time during which a job had devices. Times are seconds from the fleet's beginning.
+
+    Attributes:
+        technique: What it ran with.
+        steps: Steps made by its end.
+        failure: Why it ended before its time; None if it did not.
+    """
+
+    technique: str
+    node: str
+    devices: tuple[int, ...]
+    start: float
+    end: float
+    steps: int
+    failure: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """One job's result.
+
+    Attributes:
+        name: Of the job.
+        is_done: Whether it has made all its steps.
+        losses: The loss of each step, by its number from 1 on.
+        evaluation: The mean loss over ``evaluate``'s microbatches; None without it.
+        seconds: During which it had devices.
+        stretches: Where and how it ran.
+        failures: Why it was set aside; empty if it was not.
+        folder: Its checkpoints, for :func:`hydra_ext.load_model`.
+    """
+
+    name: str
+    is_done: bool
+    losses: Mapping[int, float]
+    evaluation: float | None
+    seconds: float
+    stretches: tuple[Stretch, ...]
+    failures: tuple[str, ...]
+    folder: Path
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last step."""
+        return self.losses[max(self.losses)] if self.losses else None
+
+
+_COLUMNS = ("job", "state", "steps", "loss", "evaluation", "seconds", "runs", "technique", "error")
+
+
+class Results(Mapping[str, JobResult]):
+    """The results of all jobs, by their names. ``str()`` gives a table.
+
+    Attributes:
+        seconds: From the fleet's beginning to its end.
+    """
+
+    def __init__(self, jobs: Mapping[str, JobResult], *, seconds: float) -> None:
+        self._jobs = dict(jobs)
+        self.seconds = seconds
+
+    def __getitem__(self, name: str) -> JobResult:
+        return self._jobs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def raise_failures(self) -> None:
+        """
+        Raises:
+            JobFailed: A job was set aside.
+        """
+        failed = {name: job.failures[-1] for name, job in self._jobs.items() if job.failures and not job.is_done}
+        if failed:
+            shown = "; ".join(f"{name}: {message}" for name, message in failed.items())
+            raise JobFailed(f"{len(failed)} of {len(self)} jobs were set aside: {shown}", failures=failed)
+
+    def rows(self) -> list[dict[str, object]]:
+        """A row for each job, the best evaluation or loss first."""
+        rows = []
+        for job in sorted(self._jobs.values(), key=_rank):
+            last = job.stretches[-1] if job.stretches else None
+            values = (
+                job.name,
+                "done" if job.is_done else "set aside",
+                max(job.losses, default=0),
+                job.loss,
+                job.evaluation,
+                job.seconds,
+                len(job.stretches),
+                "" if last is None else f"{last.technique} on {len(last.devices)}",
+                job.failures[-1] if job.failures else "",
+            )
+            rows.append(dict(zip(_COLUMNS, values, strict=True)))
+        return rows
+
+    def write_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows, under the names of their columns."""
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, _COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows())
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *(tuple(map(_text, row.values())) for row in self.rows())]
+        widths = [max(len(str(row[i])) for row in rows) for i in range(len(_COLUMNS))]
+        return "\n".join(
+            "  ".join(str(each).ljust(width) for each, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+def _rank(job: JobResult) -> tuple[bool, float, str]:
+    value = job.evaluation if job.evaluation is not None else job.loss
+    return not job.is_done, float("inf") if value is None else value, job.name
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).splitlines()[0][:60] if str(value) else ""

@@ -1,0 +1,1 @@
+"""What runs how, where and when: trials, plans, and the scheduler that carries them out."""

@@ -1,0 +1,280 @@
+"""The trial runner: asks every technique about every job, and measures a few steps of those that would do.
+
+Jobs that differ in nothing but numbers of their optimizer and schedule, such as a learning rate, are measured once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra_ext.errors import InvalidJob, JobDoesNotFit
+from hydra_ext.fleet import references
+from hydra_ext.fleet.cluster.interface import Cluster, Ended, Failure, Node, Order, Task
+from hydra_ext.fleet.scheduling.settings import Settings
+from hydra_ext.fleet.techniques import technique_named
+
+logger = logging.getLogger(__name__)
+
+_REFERENCES = ("plain", "offload")  # the first of them that trains on one device has the bits that others must have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A technique on a number of devices, with what was measured.
+
+    Attributes:
+        technique: Place of its class.
+        name: As in reports.
+        devices: Number of devices of one node.
+        configuration: What the technique has chosen.
+        exact: Whether it says that it has the bits of the plain loop.
+        bound: How far its numbers may be from these, in words.
+        step_s: Seconds of a step.
+        open_s: Seconds from the start of the processes to the first step.
+        save_s: Seconds of a checkpoint.
+        digest: Of the losses and weights of the trial's steps.
+    """
+
+    technique: str
+    name: str
+    devices: int
+    configuration: Mapping[str, Any]
+    exact: bool
+    bound: str
+    step_s: float
+    open_s: float
+    save_s: float
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is known of one kind of job.
+
+    Attributes:
+        options: What would do.
+        refused: Why others would not, by technique and number of devices.
+        smallest_budget: The smallest budget that a technique would do with; None if none said so.
+    """
+
+    options: Sequence[Option]
+    refused: Mapping[str, str]
+    smallest_budget: int | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(described: Mapping[str, Any]) -> Measured:
+        return Measured(**{**described, "options": [Option(**each) for each in described["options"]]})
+
+
+def kind_of(job: Mapping[str, Any], node: Node) -> str:
+    """What jobs that run alike have in common."""
+    rest = {key: job[key] for key in ("model", "data", "loss", "exact", "delayed")}
+    numbers = {key: references.shape_of(job[key]) for key in ("optimizer", "schedule", "max_norm")}
+    return json.dumps([rest, numbers, node.devices[0].kind()], sort_keys=True)
+
+
+class Trials:
+    """
+    Args:
+        folder: For the trials' files; removed afterwards.
+        techniques: Places of the techniques to ask.
+        record: Called with what was measured, for the journal.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        techniques: Sequence[str],
+        settings: Settings,
+        *,
+        gangs: Iterator[int],
+        record: Callable[..., None],
+    ) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._techniques = techniques
+        self._settings = settings
+        self._gangs = gangs
+        self._record = record
+
+    def measure(
+        self, jobs: Sequence[Mapping[str, Any]], known: Mapping[str, Measured] | None = None
+    ) -> dict[str, Measured]:
+        """What is known of each job, by name.
+
+        Args:
+            known: What was measured before, by kind.
+
+        Raises:
+            InvalidJob: A function of a job raises.
+            JobDoesNotFit: No technique would do.
+        """
+        node, all_known = self._cluster.nodes()[0], dict(known or {})
+        kinds = {job["name"]: kind_of(job, node) for job in jobs}
+        new = {kinds[job["name"]]: job for job in reversed(jobs) if kinds[job["name"]] not in all_known}
+        if new:
+            all_known |= self._measure_kinds(dict(reversed(new.items())), node)
+        found = {job["name"]: all_known[kinds[job["name"]]] for job in jobs}
+        for name, measured in found.items():
+            if not measured.options:
+                raise _does_not_fit(name, measured)
+        return found
+
+    def _measure_kinds(self, new: Mapping[str, Mapping[str, Any]], node: Node) -> dict[str, Measured]:
+        most = max(len(each.devices) for each in self._cluster.nodes())
+        asked = [(place, devices) for place in self._techniques for devices in _tried(place, most)]
+        searches = {
+            kind: self._order(Task.SEARCH, job, [device.describe() for device in _several(node, most)], asked=asked)
+            for kind, job in new.items()
+        }
+        failures = self._run(list(searches.values()))
+        answers: dict[str, list[dict[str, Any]]] = {}
+        for kind, order in searches.items():
+            failure = failures[order.gang]
+            if failure is not None:
+                raise InvalidJob(f"job {order.job['name']!r} cannot be built: {failure.message}\n{failure.trace}")
+            answers[kind] = json.loads(order.result_file.read_text())
+        trials = [
+            (kind, answer, self._order(Task.TRIAL, new[kind], _devices(node, answer), answer=answer))
+            for kind in new
+            for answer in answers[kind]
+            if answer["configuration"] is not None
+        ]
+        failures = self._run([order for _, _, order in trials])
+        found = {}
+        for kind, job in new.items():
+            tried = [(answer, order) for of_kind, answer, order in trials if of_kind == kind]
+            found[kind] = _concluded(answers[kind], tried, failures, exact=bool(job["exact"]))
+            self._record("measured", kind=kind, measured=found[kind].describe())
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return found
+
+    def _order(
+        self,
+        task: Task,
+        job: Mapping[str, Any],
+        devices: Sequence[Mapping[str, Any]],
+        *,
+        asked: Sequence[tuple[str, int]] = (),
+        answer: Mapping[str, Any] | None = None,
+    ) -> Order:
+        return Order(
+            gang=next(self._gangs),
+            task=task,
+            job=job,
+            folder=str(self._folder),
+            devices=devices,
+            asked=asked,
+            technique="" if answer is None else answer["technique"],
+            configuration={} if answer is None else answer["configuration"],
+            threads=self._settings.threads,
+            path=self._settings.path,
+        )
+
+    def _run(self, orders: Sequence[Order]) -> dict[int, Failure | None]:
+        """Runs orders side by side, as devices allow. Returns each gang's failure."""
+        node = self._cluster.nodes()[0]
+        waiting, running, ended = list(orders), dict[int, tuple[list[int], float]](), dict[int, Failure | None]()
+        while len(ended) < len(orders):
+            taken = {device for devices, _ in running.values() for device in devices}
+            free = [device for device in range(len(node.devices)) if device not in taken]
+            while waiting and len(free) >= _needed(waiting[0]):
+                order = waiting.pop(0)
+                own, free = free[: _needed(order)], free[_needed(order) :]
+                running[order.gang] = own, self._cluster.now() + self._settings.patience
+                self._cluster.start(order, node.name, own)
+            for event in self._cluster.wait(1.0):
+                if isinstance(event, Ended) and event.gang in running:
+                    del running[event.gang]
+                    ended[event.gang] = event.failure
+            for gang, (_, until) in running.items():
+                if self._cluster.now() > until:
+                    self._cluster.kill(gang)
+        return ended
+
+
+def _concluded(
+    answers: Sequence[Mapping[str, Any]],
+    tried: Sequence[tuple[Mapping[str, Any], Order]],
+    failures: Mapping[int, Failure | None],
+    *,
+    exact: bool,
+) -> Measured:
+    refused = {_label(answer): answer["why_not"] for answer in answers if answer["configuration"] is None}
+    budgets = [answer["smallest_budget"] for answer in answers]
+    options = []
+    for answer, order in tried:
+        failure = failures[order.gang]
+        if failure is not None:
+            refused[_label(answer)] = failure.message
+            budgets.append(failure.smallest_budget)
+            continue
+        facts = {key: answer[key] for key in ("technique", "name", "devices", "configuration", "exact", "bound")}
+        times = json.loads(order.result_file.read_text())
+        options.append(Option(**facts, **{key: times[key] for key in ("step_s", "open_s", "save_s", "digest")}))
+    if exact:
+        options = _exact_ones(options, refused)
+    return Measured(
+        options=options, refused=refused, smallest_budget=min((each for each in budgets if each), default=None)
+    )
+
+
+def _exact_ones(options: Sequence[Option], refused: dict[str, str]) -> list[Option]:
+    """Those whose trial gave the bits of the plain loop."""
+    alone = {option.technique: option.digest for option in options if option.devices == 1}
+    reference = next((alone[place] for place in _REFERENCES if place in alone), None)
+    kept = []
+    for option in options:
+        label = f"{option.name} on {option.devices}"
+        if not option.exact:
+            refused[label] = f"it has other bits than the plain loop: {option.bound}. exact=False allows it"
+        elif reference is not None and option.digest != reference:
+            refused[label] = "its losses or weights differ from the plain loop's, after the steps that were tried"
+            logger.warning("%s gives other numbers than the plain loop, and is not used with exact=True", label)
+        else:
+            kept.append(option)
+    return kept
+
+
+def _tried(place: str, most: int) -> list[int]:
+    """The numbers of devices to try: powers of two, and all of a node."""
+    counts = technique_named(place).counts(most)
+    return [each for each in counts if each & (each - 1) == 0 or each == most]
+
+
+def _several(node: Node, most: int) -> list[Any]:
+    return [node.devices[i % len(node.devices)] for i in range(most)]
+
+
+def _devices(node: Node, answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [device.describe() for device in node.devices[: answer["devices"]]]
+
+
+def _needed(order: Order) -> int:
+    return 1 if order.task is Task.SEARCH else len(order.devices)
+
+
+def _label(answer: Mapping[str, Any]) -> str:
+    return f"{answer['name']} on {answer['devices']}"
+
+
+def _does_not_fit(name: str, measured: Measured) -> JobDoesNotFit:
+    reasons = "; ".join(f"{label}: {reason}" for label, reason in measured.refused.items())
+    needed = measured.smallest_budget
+    remedy = "no budget would do" if needed is None else f"give each device a budget of at least {needed} bytes"
+    return JobDoesNotFit(
+        f"job {name!r} fits no device: {remedy}. {reasons}",
+        job=name,
+        smallest_budget=needed,
+        reasons=measured.refused,
+    )

@@ -1,0 +1,101 @@
+"""What a technique is, for the fleet and for users who write their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.job import Job
+
+Configuration = Mapping[str, Any]
+"""What a technique has chosen for a job on some devices, as JSON."""
+
+
+class WontDo(Exception):
+    """A technique cannot train a job on these devices. The message says why.
+
+    Attributes:
+        smallest_budget: Device bytes with which it could; None if no budget would do.
+    """
+
+    def __init__(self, message: str, *, smallest_budget: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_budget = smallest_budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gang:
+    """The processes that train one job together, as one of them sees it.
+
+    With several ranks torch.distributed is initialised.
+
+    Attributes:
+        device: Of this rank.
+        rank: Number of this rank.
+        ranks: Number of all.
+    """
+
+    device: Device
+    rank: int
+    ranks: int
+
+
+class Session(ABC):
+    """One job's training in this process, as one rank of its gang. All ranks make the same calls."""
+
+    @abstractmethod
+    def step(self, microbatches: Sequence[Any], seeds: Sequence[int]) -> float:
+        """Makes a step, the schedule's included, and waits for it. Returns the mean loss of all ranks' microbatches.
+
+        Args:
+            microbatches: Of the whole step: the same on all ranks.
+            seeds: One for each.
+        """
+
+    @abstractmethod
+    def evaluate(self, microbatches: Sequence[Any]) -> float:
+        """The mean loss of microbatches in evaluation mode, without gradients."""
+
+    @abstractmethod
+    def save(self, folder: Path, extra: Any) -> None:
+        """Saves a checkpoint that every technique can load, as ``run.save`` does. Durable on return."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> tuple[int, Any] | None:
+        """Loads the newest checkpoint: its step and ``extra``; None if there is none."""
+
+
+class Technique(ABC):
+    """A way to train a job. It has no state: each process makes its own object.
+
+    Attributes:
+        name: As in plans and reports.
+        exact: Whether it gives the bits of the plain loop on any number of devices. The fleet checks this on the steps
+            that it measures.
+        bound: For others: how far the numbers may be from the plain loop's, in words.
+    """
+
+    name: str
+    exact: bool = True
+    bound: str = ""
+
+    @abstractmethod
+    def counts(self, devices: int) -> Sequence[int]:
+        """The numbers of devices of one node that it can use, up to ``devices``."""
+
+    @abstractmethod
+    def search(self, job: Job, devices: Sequence[Device]) -> Configuration:
+        """Chooses how to train a job on these devices. Nothing runs on them yet.
+
+        Raises:
+            WontDo: It cannot. Each technique says so as early as it can: a trial takes longer.
+        """
+
+    @abstractmethod
+    def open(self, job: Job, gang: Gang, configuration: Configuration) -> AbstractContextManager[Session]:
+        """Builds model, optimizer and schedule on this rank. Leaving the context releases them."""

@@ -1,0 +1,146 @@
+"""Plain PyTorch on one device: everything stays there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from hydra_ext.blocks import discover
+from hydra_ext.checkpoint import choosing, loading, saving
+from hydra_ext.checkpoint.format import manifest
+from hydra_ext.checkpoint.format.files import Files
+from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.job import Job
+from hydra_ext.fleet.techniques import forecast
+from hydra_ext.fleet.techniques.building import build_model, build_optimizer, build_schedule
+from hydra_ext.fleet.techniques.interface import Configuration, Gang, Session, Technique, WontDo
+from hydra_ext.optim import clip_grad_norm_
+from hydra_ext.runtime.saving import snapshot
+from hydra_ext.runtime.saving.snapshot import Training
+
+
+class Plain(Technique):
+    """Weights, gradients, optimizer state and activations on one device."""
+
+    name = "plain"
+
+    def counts(self, devices: int) -> Sequence[int]:
+        return [1]
+
+    def search(self, job: Job, devices: Sequence[Device]) -> Configuration:
+        needed = forecast.plain_bytes(job)
+        if needed > devices[0].budget:
+            raise WontDo(
+                f"weights, gradients and activations take {needed} bytes, and the device has {devices[0].budget}",
+                smallest_budget=needed,
+            )
+        return {"bytes": needed}
+
+    @contextmanager
+    def open(self, job: Job, gang: Gang, configuration: Configuration) -> Iterator[Session]:
+        if gang.device.card is not None:
+            total = torch.cuda.get_device_properties(gang.device.card).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gang.device.budget / total), gang.device.card)
+        yield PlainSession(job, gang.device, int(configuration["bytes"]))
+
+
+class PlainSession(Session):
+    """
+    Args:
+        needed: Device bytes without the optimizer's state, whose size shows in the first step.
+    """
+
+    def __init__(self, job: Job, device: Device, needed: int) -> None:
+        self._job = job
+        self._device = device
+        self._needed: int | None = needed
+        self.model = build_model(job).to(device.torch_device)
+        self.optimizer = build_optimizer(job, self.model.parameters())
+        self.schedule = build_schedule(job, self.optimizer)
+        self._steps = 0
+
+    def step(self, microbatches: Sequence[Any], seeds: Sequence[int]) -> float:
+        losses = []
+        for microbatch, seed in zip(microbatches, seeds, strict=True):
+            torch.manual_seed(seed)
+            loss = self._job.loss(self.model, self._moved(microbatch))
+            (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        if self._job.max_norm is not None:
+            clip_grad_norm_(self.model.parameters(), self._job.max_norm)
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        self._steps += 1
+        self._check_room()
+        return float(torch.stack(losses).mean())
+
+    def _moved(self, microbatch: Any) -> Any:
+        device = self._device.torch_device
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch)
+
+    def _check_room(self) -> None:
+        """A simulated device counts nothing here, so the sum is checked once."""
+        if self._needed is not None and self._device.simulated is not None:
+            state = sum(
+                value.nbytes
+                for entries in self.optimizer.state.values()
+                for value in entries.values()
+                if isinstance(value, torch.Tensor)
+            )
+            needed = self._needed + state
+            if needed > self._device.budget:
+                raise WontDo(
+                    f"weights, gradients, activations and the optimizer's state take {needed} bytes, and the device "
+                    f"has {self._device.budget}",
+                    smallest_budget=needed,
+                )
+        self._needed = None
+
+    def evaluate(self, microbatches: Sequence[Any]) -> float:
+        return evaluated(self.model, lambda each: self._job.loss(self.model, self._moved(each)), microbatches)
+
+    def save(self, folder: Path, extra: Any) -> None:
+        training = self._training()
+        contents = snapshot.take(training, snapshot.randomness(training), step=self._steps, extra=extra)
+        saving.save(folder, contents, keep=2, files=Files())
+
+    def load(self, folder: Path) -> tuple[int, Any] | None:
+        with choosing.newest(folder, Files(), lambda reader: reader.hold(manifest.SECTIONS)) as reader:
+            if reader is None:
+                return None
+            snapshot.Return(self._training(), reader).put()
+            found = loading.loaded(reader)
+            self._steps = found.step
+            return found.step, found.extra
+
+    def _training(self) -> Training:
+        return Training(
+            self.model,
+            self.optimizer,
+            discover(self.model, largest_bytes=sum(parameter.nbytes for parameter in self.model.parameters())),
+            self._device.torch_device,
+            None,
+            {"schedule": self.schedule, "scaler": None},
+            None,
+            None,
+        )
+
+
+def evaluated(model: nn.Module, loss: Any, microbatches: Sequence[Any]) -> float:
+    """The mean of losses in evaluation mode; the modules' modes stay as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return float(torch.stack([loss(each).detach() for each in microbatches]).mean())
+    finally:
+        for module, mode in modes:
+            module.training = mode
