@@ -88,6 +88,8 @@ def _search(order: Order, job: Job) -> None:
         answer: dict[str, Any] = {"technique": place, "devices": count, "configuration": None, "why_not": ""}
         answer |= {"exact": technique.exact, "bound": technique.bound, "smallest_budget": None, "name": technique.name}
         try:
+            if job.exact and not technique.exact:
+                raise WontDo(f"exact=True rules it out: {technique.bound}")
             answer["configuration"] = dict(technique.search(job, devices[:count]))
         except WontDo as error:
             answer |= {"why_not": str(error), "smallest_budget": error.smallest_budget}

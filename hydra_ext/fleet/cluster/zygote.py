@@ -12,6 +12,7 @@ killed itself, the kernel kills the workers. It has one thread, as a process tha
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -21,6 +22,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
+# What workers need, so that they have it at once. torch's compiler is imported by each optimizer, and takes a second.
+_PRELOADED = (
+    "hydra_ext.fleet.cluster.worker",
+    "hydra_ext.fleet.techniques.offloading",
+    "hydra_ext.fleet.techniques.staged",
+    "hydra_ext.runtime.saving.snapshot",
+    "torch._dynamo",
+)
 _PR_SET_PDEATHSIG = 1
 _CHUNK = 65536
 
@@ -130,7 +139,8 @@ def main() -> None:
     asked, told = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-
+    for module in _PRELOADED:
+        importlib.import_module(module)
     Zygote(asked, told).run()
 
 

@@ -236,9 +236,7 @@ def _exact_ones(options: Sequence[Option], refused: dict[str, str]) -> list[Opti
     kept = []
     for option in options:
         label = f"{option.name} on {option.devices}"
-        if not option.exact:
-            refused[label] = f"it has other bits than the plain loop: {option.bound}. exact=False allows it"
-        elif reference is not None and option.digest != reference:
+        if reference is not None and option.digest != reference:
             refused[label] = "its losses or weights differ from the plain loop's, after the steps that were tried"
             logger.warning("%s gives other numbers than the plain loop, and is not used with exact=True", label)
         else:
