@@ -114,6 +114,7 @@ class Scheduler:
     """
     Args:
         record: Called with each decision and its details, for the journal.
+        listen: Called with a job's name and each record of its progress.
     """
 
     def __init__(
@@ -124,12 +125,14 @@ class Scheduler:
         *,
         gangs: Iterator[int],
         record: Callable[..., None],
+        listen: Callable[[str, Mapping[str, Any]], None] = lambda job, record: None,
     ) -> None:
         self._cluster = cluster
         self._jobs = {job.name: job for job in jobs}
         self._settings = settings
         self._gangs = gangs
         self._record = record
+        self._listen = listen
         self._plan: FleetPlan | None = None
         self._nodes: dict[str, Node] = {}
         self._planned_at = 0.0
@@ -288,6 +291,7 @@ class Scheduler:
 
     def _hear_progress(self, job: JobRecord, running: Running, record: Mapping[str, Any]) -> None:
         running.heard = self._cluster.now()
+        self._listen(job.name, record)
         happened, step = record["event"], int(record["step"])
         job.step = step
         if happened == "step":
