@@ -171,7 +171,8 @@ def _run(folder: Path, journal: Journal, cluster: Cluster, told: Told) -> Result
         path=given["path"],
     )
     if open_:
-        record("run", at=cluster.now())
+        if past.plans:
+            record("resume", at=cluster.now())
         trials = Trials(cluster, folder / "trials", given["techniques"], settings, gangs=gangs, record=record)
         measured = trials.measure([job.job for job in open_], past.measured)
         jobs = [

@@ -158,7 +158,8 @@ def read(
     reading = _Reading(folder, entries[0], {} if tracks is None else tracks)
     for entry in entries:
         reading.hear(entry)
-    return reading.history(now, is_finished=entries[-1]["event"] == "finished")
+    is_finished = entries[-1]["event"] == "finished"
+    return reading.history(None if is_finished else now, is_finished=is_finished)
 
 
 class _Reading:
@@ -176,14 +177,14 @@ class _Reading:
         self._moves: list[Move] = []
         self._open: dict[int, Mapping[str, Any]] = {}  # entries of starts, by gang
         self._options: dict[str, list[tuple[str, int]]] = {}  # techniques and devices by job, as plans number them
-        self._moments: list[tuple[float, float]] = []  # wall clock, and seconds from the fleet's beginning
+        self._moments = [(float(first["time"]), 0.0)]  # wall clock, and seconds from the fleet's beginning
         self._gang = 0
 
     def hear(self, entry: Mapping[str, Any]) -> None:
         if "at" in entry and "time" in entry:
             self._moments.append((float(entry["time"]), float(entry["at"])))
         event = entry["event"]
-        if event == "run":
+        if event == "resume":
             self._close_gangs(now=None)
             self._options.clear()
         elif event == "measured":
@@ -203,7 +204,7 @@ class _Reading:
             self._jobs[entry["job"]].failures = tuple(entry["failures"])
 
     def history(self, now: float | None, *, is_finished: bool) -> History:
-        seconds = max((at for _, at in self._moments), default=0.0)
+        seconds = max(at for _, at in self._moments)
         if now is not None:
             seconds = max(seconds, self._seconds_at(now))
         self._close_gangs(now)
@@ -246,7 +247,7 @@ class _Reading:
             del options[begun["option"]]  # as the scheduler does
 
     def _close_gangs(self, now: float | None) -> None:
-        """Adds the stretches of gangs whose end nobody has noted down: they run, or the fleet's process had ended."""
+        """Adds the stretches of gangs that have no end in the journal: they run, or the fleet's process had ended."""
         for gang, begun in self._open.items():
             job, start = self._jobs[begun["job"]], float(begun["at"])
             time, step = job.track.ends.get(gang, (None, job.track.saved))
@@ -263,9 +264,7 @@ class _Reading:
         """Seconds from the fleet's beginning at a time of the wall clock; it stands where the fleet does not run."""
         before = [moment for moment in self._moments if moment[0] <= time]
         after = [at for moment, at in self._moments if moment > time]
-        if not before:
-            return min(after, default=0.0)
-        moment, at = before[-1]
+        moment, at = before[-1] if before else self._moments[0]
         return min([at + time - moment, *after])
 
 

@@ -95,6 +95,7 @@ def gantt(
     marks: Sequence[Mark],
     *,
     seconds: float,
+    trials: float,
     description: str,
 ) -> Element:
     """Bars by device and time, in panels one above the other, on one time axis.
@@ -104,6 +105,7 @@ def gantt(
         panels: The bars of each, by its heading.
         marks: Of moves, in the last panel.
         seconds: The end of the time axis.
+        trials: The end of the trials.
     """
     height = len(panels) * (_HEADING + _ROW * len(rows)) + _AXIS
     chart = Chart("gantt", "Jobs by device and time", description, height)
@@ -115,11 +117,21 @@ def gantt(
     top = 0.0
     for heading, bars in panels.items():
         chart.text(_LEFT, top + 16, heading, kind="heading")
+        if trials:
+            width = scale(trials) - _LEFT
+            chart.rectangle(_LEFT, top + _HEADING, width, _ROW * len(rows), "trials", f"trials, until {trials:.4g} s")
+            if width > 6 * _CHARACTER:
+                chart.text(_LEFT + width / 2, top + _HEADING + _ROW * len(rows) / 2 + 4, "trials", anchor="middle")
         tops = {row: top + _HEADING + number * _ROW for number, row in enumerate(rows)}
         for (node, device), place in tops.items():
             chart.text(_LEFT - 8, place + _ROW / 2 + 4, f"{node}:{device}", anchor="end")
         for bar in bars:
             _draw_bar(chart, jobs, bar, tops[bar.row], scale)
+        for bar in bars:  # after all of them, or the next one would cover half of it
+            if bar.failure is not None:
+                x, middle = scale(bar.end), tops[bar.row] + _ROW / 2
+                failed = f"{bar.job} has failed: {bar.failure}"
+                chart.path(f"M{x - 5:.1f} {middle - 5:.1f}l10 10m0 -10l-10 10", "failure", failed)
         top += _HEADING + _ROW * len(rows)
     for mark in marks:
         _draw_move(chart, scale(mark.at), tops[mark.row] + _ROW / 2, mark.text)
@@ -133,10 +145,6 @@ def _draw_bar(chart: Chart, jobs: Sequence[str], bar: Bar, top: float, scale: Sc
     room = int((width - 6) / _CHARACTER)
     if len(bar.job) <= room:
         chart.text(left + 4, y + _BAR / 2 + 4, bar.job, kind="inside")
-    if bar.failure is not None:
-        x, middle = right, top + _ROW / 2
-        drawn = f"M{x - 5:.1f} {middle - 5:.1f}l10 10m0 -10l-10 10"
-        chart.path(drawn, "failure", f"{bar.job} has failed: {bar.failure}")
 
 
 def _draw_move(chart: Chart, x: float, y: float, text: str) -> None:

@@ -72,7 +72,8 @@ def _add_gantt(main: Element, past: History) -> None:
     end = max(bar.end for bar in (*planned, *real))
     rows = bars.rows(past, [*planned, *real])
     panels = {"planned at first": planned, "what happened": real}
-    chart = charts.gantt(list(past.jobs), rows, panels, marks, seconds=end, description=description)
+    trials = past.plans[0].at if past.plans else 0.0
+    chart = charts.gantt(list(past.jobs), rows, panels, marks, seconds=end, trials=trials, description=description)
     _scrolled(section, "Jobs by device and time").append(chart)
     _paragraph(section, description)
     _paragraph(

@@ -69,6 +69,7 @@ h2 {{ margin-top: 2rem; }}
 .chart text.heading {{ font-weight: 600; }}
 .chart text.inside {{ fill: {INSIDE}; pointer-events: none; }}
 .grid {{ stroke: var(--grid); }}
+.trials {{ fill: var(--grid); fill-opacity: 0.5; }}
 .bar {{ stroke: var(--ink); stroke-width: 0.7; }}
 .failure {{ stroke: var(--failure); stroke-width: 3; fill: none; }}
 .move {{ fill: var(--paper); stroke: var(--ink); stroke-width: 1.5; }}

@@ -38,9 +38,9 @@ class JobStatus:
         technique: What it runs with; for a job that waits, what it is planned to run with; else what it ran with last.
         node: Where it runs; empty if it does not.
         devices: Their numbers on the node.
-        step: Steps made.
+        step: Steps made; without those since the checkpoint if it does not run.
         steps: Steps to make.
-        loss: Of the newest step; None before the first.
+        loss: Of the last step made; None before the first.
         step_seconds: Of a step, by the latest ones; None if the job does not run.
         eta_seconds: Until the job ends: by its own speed, or by the plan if it waits; None if nothing says so.
         memory_bytes: Resident host memory of its processes on this machine; None if there are none.
@@ -163,15 +163,16 @@ def _job(past: History, name: str, *, is_running: bool) -> JobStatus:
     foreseen = past.plans[-1].jobs.get(name) if past.plans and is_running else None
     seconds = _step_seconds(past, name) if job.is_running else None
     running = last if job.is_running else None
+    step = track.step if running is not None or job.is_done else track.saved
     return JobStatus(
         name=name,
         state=state,
         technique=_technique(job, foreseen),
         node="" if running is None else running.node,
         devices=() if running is None else running.devices,
-        step=track.step if running is not None or job.is_done else track.saved,
+        step=step,
         steps=steps,
-        loss=track.losses.get(track.step),
+        loss=track.losses.get(step),
         step_seconds=seconds,
         eta_seconds=_eta(state, steps - track.step, seconds, foreseen, past.seconds),
         memory_bytes=None if running is None else memory.resident_bytes(job.folder / "log.txt"),
