@@ -22,7 +22,8 @@ from hydra_ext.fleet.journal import Journal, read_only
 from hydra_ext.fleet.reporting import page, status
 from hydra_ext.fleet.reporting.status import FleetStatus
 from hydra_ext.fleet.results import Results
-from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler, Settings
+from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler
+from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.scheduling.trials import Trials
 from hydra_ext.fleet.techniques import BUILT_IN, technique_named
 from hydra_ext.fleet.tracking import Told, Tracker
@@ -167,12 +168,11 @@ def _run(folder: Path, journal: Journal, cluster: Cluster, told: Told) -> Result
     settings = Settings(
         interval=given["interval"],
         patience=given["patience"],
-        threads=max(1, (os.cpu_count() or 1) // len(cluster.nodes()[0].devices)),
+        threads=past.threads or max(1, (os.cpu_count() or 1) // len(cluster.nodes()[0].devices)),
         path=given["path"],
     )
     if open_:
-        if past.plans:
-            record("resume", at=cluster.now())
+        record("begin", at=cluster.now(), threads=settings.threads)
         trials = Trials(cluster, folder / "trials", given["techniques"], settings, gangs=gangs, record=record)
         measured = trials.measure([job.job for job in open_], past.measured)
         jobs = [

@@ -108,6 +108,7 @@ class History:
         devices: Number of the fleet's devices.
         seconds: From its beginning to now, or to its newest sign, without the times when it did not run.
         next_gang: A number that no gang has had.
+        threads: Of torch on the CPU, in each process; None before it has begun.
         is_finished: Whether all jobs have ended.
     """
 
@@ -118,6 +119,7 @@ class History:
     devices: int
     seconds: float
     next_gang: int
+    threads: int | None
     is_finished: bool
 
     def measured_of(self, name: str) -> Measured | None:
@@ -179,12 +181,14 @@ class _Reading:
         self._options: dict[str, list[tuple[str, int]]] = {}  # techniques and devices by job, as plans number them
         self._moments = [(float(first["time"]), 0.0)]  # wall clock, and seconds from the fleet's beginning
         self._gang = 0
+        self._threads: int | None = None
 
     def hear(self, entry: Mapping[str, Any]) -> None:
         if "at" in entry and "time" in entry:
             self._moments.append((float(entry["time"]), float(entry["at"])))
         event = entry["event"]
-        if event == "resume":
+        if event == "begin":
+            self._threads = self._threads or int(entry["threads"])
             self._close_gangs(now=None)
             self._options.clear()
         elif event == "measured":
@@ -217,6 +221,7 @@ class _Reading:
             devices=self._devices,
             seconds=max(seconds, *ends) if ends else seconds,
             next_gang=self._gang + 1,
+            threads=self._threads,
             is_finished=is_finished,
         )
 
@@ -294,4 +299,4 @@ def results(history: History) -> Results:
             failures=job.failures,
             folder=job.folder / CHECKPOINTS,
         )
-    return Results(found, seconds=history.seconds)
+    return Results(found, seconds=history.seconds, threads=history.threads)

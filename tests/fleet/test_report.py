@@ -224,6 +224,7 @@ def test_a_plan_has_room_on_the_devices_that_there_are(jobs: list[tuple[int, flo
         devices=4,
         seconds=0.0,
         next_gang=1,
+        threads=None,
         is_finished=False,
     )
     drawn = bars.planned(past)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hydra_ext.errors import JournalError
 from hydra_ext.fleet import FleetState, JobState, history
 from hydra_ext.fleet.cluster.progress import ProgressWriter, Track
+from hydra_ext.fleet.journal import Journal
 from hydra_ext.fleet.reporting import memory, status
 from hydra_ext.fleet.reporting.status import FleetStatus, JobStatus
 from support import fleet_folders
@@ -103,6 +104,14 @@ def test_the_lock_of_the_workers_is_the_sign_of_life(tmp_path: Path) -> None:
     assert status.read(tmp_path).state is FleetState.FINISHED
 
 
+def test_a_fleet_whose_workers_are_on_other_machines_runs_as_long_as_its_journal_is_open(tmp_path: Path) -> None:
+    fleet_folders.eventful(tmp_path)
+    opened = Journal(tmp_path)
+    assert status.read(tmp_path).state is FleetState.RUNNING
+    opened.close()
+    assert status.read(tmp_path).state is FleetState.STOPPED
+
+
 def test_a_job_of_a_killed_fleet_has_the_steps_of_its_checkpoint(tmp_path: Path) -> None:
     fleet_folders.eventful(tmp_path)
     b = by_name(status.read(tmp_path))["b"]
@@ -117,7 +126,7 @@ def test_stretches_of_a_killed_fleet_end_with_its_last_step_and_time_stands_unti
     written.steps(1.0, "a", 7, 1, 3)
     killed = history.load(tmp_path)
     assert killed.seconds == 4.0
-    written.resume(4.0, idle=1000.0)
+    written.begin(4.0, idle=1000.0)
     written.plan(5.0, a=(0, 0.0, 10.0))
     written.start(5.0, "a", 8, 0, "plain", 1)
     written.steps(5.0, "a", 8, 1, 10)
@@ -139,7 +148,7 @@ def test_plans_name_their_options_also_after_one_was_removed(tmp_path: Path) -> 
     written.start(1.0, "a", 7, 0, "plain", 0)
     written.end(2.0, "a", 7, 0, "running", "WontDo: the optimizer's state takes more")
     written.plan(2.0, a=(0, 0.0, 9.0), b=(2, 9.0, 19.0))
-    written.resume(3.0, idle=9.0)  # which begins with all options
+    written.begin(3.0, idle=9.0)  # which begins with all options
     written.plan(3.0, a=(0, 0.0, 9.0), b=(2, 9.0, 19.0))
     named = [
         {name: (job.technique, job.devices) for name, job in plan.jobs.items()} for plan in history.load(tmp_path).plans

@@ -75,10 +75,10 @@ class Written:
         described = [device.describe() for device in chosen]
         self._write("fleet", jobs=list(self._jobs.values()), devices=described, time=BEGIN)
 
-    def resume(self, at: float, *, idle: float) -> None:
-        """A process goes on with the fleet, ``idle`` seconds after the one before has ended."""
+    def begin(self, at: float, *, idle: float = 0.0) -> None:
+        """A process begins to run the fleet, or goes on, ``idle`` seconds after the one before has ended."""
         self._began += idle
-        self.note("resume", at)
+        self.note("begin", at, threads=1)
 
     def note(self, event: str, at: float, **more: Any) -> None:
         """An entry of the journal, ``at`` seconds after the fleet's beginning."""
@@ -127,6 +127,7 @@ OPTIONS = (option("plain", 1), option("offload", 1, 3.0), option("pipeline", 2, 
 def eventful(folder: Path) -> Written:
     """Four jobs on two devices: ``a`` runs as planned, ``b`` fails once and moves, ``c`` is set aside, ``d`` waits."""
     written = Written(folder, [job("a"), job("b", lr=0.2), job("c", width=6), job("d", width=6, lr=0.3)])
+    written.begin(0.0)
     written.measured("a", OPTIONS, data_parallel_on_2="exact=True rules it out")
     written.measured("c", OPTIONS[:1], offload_on_1="it needs <more> & other things")
     written.plan(5.0, a=(0, 0.0, 10.0), b=(0, 0.0, 10.0), c=(0, 10.0, 20.0), d=(0, 10.0, 20.0))

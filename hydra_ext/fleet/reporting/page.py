@@ -10,7 +10,6 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from hydra_ext.errors import TraceFileError
 from hydra_ext.fleet import history
-from hydra_ext.fleet.cluster.embedded import LOCK, is_locked
 from hydra_ext.fleet.history import History
 from hydra_ext.fleet.reporting import bars, charts, status
 from hydra_ext.fleet.reporting.palette import STYLE
@@ -28,7 +27,7 @@ def write(folder: Path, path: str | os.PathLike[str]) -> None:
         JournalError: The folder holds no fleet, or its journal is damaged.
         TraceFileError: The file cannot be written.
     """
-    runs = is_locked(folder / LOCK)
+    runs = status.is_running(folder)
     past = history.load(folder, now=time.time() if runs else None)
     text = page_of(past, status.of(past, folder, runs=runs))
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_ext import _C
-from hydra_ext.fleet import history
+from hydra_ext.fleet import history, journal
 from hydra_ext.fleet.cluster.embedded import LOCK, is_locked
 from hydra_ext.fleet.cluster.progress import Track
 from hydra_ext.fleet.history import FLEET_ENDED, Foreseen, History, JobHistory
@@ -134,8 +134,13 @@ def read(folder: Path, *, tracks: MutableMapping[str, Track] | None = None) -> F
     Raises:
         JournalError: The folder holds no fleet, or its journal is damaged.
     """
-    runs = is_locked(folder / LOCK)
+    runs = is_running(folder)
     return of(history.load(folder, now=time.time() if runs else None, tracks=tracks), folder, runs=runs)
+
+
+def is_running(folder: Path) -> bool:
+    """Whether the process of a fleet lives, or its workers on this machine."""
+    return is_locked(folder / LOCK) or is_locked(folder / journal.NAME)
 
 
 def of(past: History, folder: Path, *, runs: bool) -> FleetStatus:
