@@ -256,12 +256,13 @@ class _Reading:
         for gang, begun in self._open.items():
             job, start = self._jobs[begun["job"]], float(begun["at"])
             time, step = job.track.ends.get(gang, (None, job.track.saved))
-            if now is not None:
+            if now is not None and not job.is_done:
                 job.is_running = True
                 job.stretches.append(_stretch(begun, max(start, self._seconds_at(now)), job.track.step, None))
                 continue
             end = start if time is None else max(start, self._seconds_at(time))
-            job.stretches.append(_stretch(begun, end, step, FLEET_ENDED))
+            is_whole = job.is_done and job.track.gang == gang  # only its processes have not ended
+            job.stretches.append(_stretch(begun, end, step, None if is_whole else FLEET_ENDED))
             job.is_moving = False
         self._open.clear()
 

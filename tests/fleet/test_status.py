@@ -141,6 +141,20 @@ def test_stretches_of_a_killed_fleet_end_with_its_last_step_and_time_stands_unti
     assert by_name(status.read(tmp_path))["a"].failures == ()  # it was no failure of the job
 
 
+def test_a_job_that_is_done_has_not_failed_because_the_fleet_ended_before_its_processes(tmp_path: Path) -> None:
+    written = Written(tmp_path, [fleet_folders.job("a")])
+    written.measured("a", OPTIONS)
+    written.plan(1.0, a=(0, 0.0, 10.0))
+    written.start(1.0, "a", 7, 0, "plain", 0)
+    written.steps(1.0, "a", 7, 1, 10)
+    written.progress(11.5, "a", 7, "done", 10, evaluation=None)
+    for past in (history.load(tmp_path), history.load(tmp_path, now=BEGIN + 13.0)):
+        (stretch,) = past.jobs["a"].stretches
+        assert (stretch.end, stretch.steps, stretch.failure) == (11.5, 10, None)
+    found = by_name(at(tmp_path, 13.0))["a"]
+    assert (found.state, found.devices) == (JobState.DONE, ())
+
+
 def test_plans_name_their_options_also_after_one_was_removed(tmp_path: Path) -> None:
     written = Written(tmp_path, [fleet_folders.job("a"), fleet_folders.job("b", lr=0.5)])
     written.measured("a", OPTIONS)

@@ -74,6 +74,10 @@ def _add_gantt(main: Element, past: History) -> None:
     trials = past.plans[0].at if past.plans else 0.0
     chart = charts.gantt(list(past.jobs), rows, panels, marks, seconds=end, trials=trials, description=description)
     _scrolled(section, "Jobs by device and time").append(chart)
+    legend = SubElement(section, "ul", {"class": "legend"})
+    for name in past.jobs:
+        colour = charts.colour_of(list(past.jobs), name)
+        SubElement(_legend_item(legend, name), "rect", {"width": "28", "height": "10", "class": f"fill{colour}"})
     _paragraph(section, description)
     _paragraph(
         section,
@@ -135,18 +139,23 @@ def _add_losses(main: Element, results: Results) -> None:
     ends = [f"{name} from {text_of(own[min(own)])} to {text_of(own[max(own)])}" for name, own in losses.items() if own]
     chart = charts.curves(losses, description="Losses: " + "; ".join(ends) + ".")
     _scrolled(section, "Loss by step").append(chart)
+    lasts = {name: text_of(own[max(own)]) if own else "no step yet" for name, own in losses.items()}
     legend = SubElement(section, "ul", {"class": "legend"})
-    for name, own in losses.items():
-        item = SubElement(legend, "li")
-        sample = SubElement(item, "svg", {"viewBox": "0 0 28 10", "aria-hidden": "true"})
+    for name, last in lasts.items():
+        sample = _legend_item(legend, f"{name}: {last}")
+        colour = charts.colour_of(list(losses), name)
+        line = SubElement(sample, "path", {"d": "M1 5h26", "class": f"curve line{colour}"})
         dashes = charts.dashes_of(list(losses), name)
-        line = SubElement(
-            sample, "path", {"d": "M1 5h26", "class": f"curve line{charts.colour_of(list(losses), name)}"}
-        )
         if dashes:
             line.set("stroke-dasharray", dashes)
-        line.tail = ""
-        sample.tail = f" {name}: " + (text_of(own[max(own)]) if own else "no step yet")
+
+
+def _legend_item(legend: Element, text: str) -> Element:
+    """Adds an item of a legend; returns the picture for its sample."""
+    item = SubElement(legend, "li")
+    sample = SubElement(item, "svg", {"viewBox": "0 0 28 10", "aria-hidden": "true"})
+    sample.tail = f" {text}"
+    return sample
 
 
 def _add_results(main: Element, results: Results) -> None:
