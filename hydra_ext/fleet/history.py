@@ -17,6 +17,21 @@ from hydra_ext.fleet.scheduling.trials import Measured, is_of_kind
 FLEET_ENDED = "the fleet's process had ended"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A job was asked to save and to go on in another way.
+
+    Attributes:
+        at: Seconds from the fleet's beginning.
+        technique: What it goes on with.
+        devices: Number of devices that it goes on with.
+    """
+
+    at: float
+    technique: str
+    devices: int
+
+
 @dataclass
 class JobHistory:
     """One job's past.
@@ -26,6 +41,7 @@ class JobHistory:
         folder: Of its checkpoints and progress.
         track: What its progress file says.
         stretches: In order. The last one is not over if the job runs at this moment.
+        moves: In order.
         failures: Why it was set aside; empty if it was not.
         is_running: Whether it has devices at this moment.
         is_moving: Whether it saves, to go on with another option.
@@ -35,6 +51,7 @@ class JobHistory:
     folder: Path
     track: Track
     stretches: list[Stretch] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     failures: tuple[str, ...] = ()
     is_running: bool = False
     is_moving: bool = False
@@ -81,22 +98,6 @@ class PastPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
-    """A job was asked to save and to go on in another way.
-
-    Attributes:
-        at: Seconds from the fleet's beginning.
-        technique: What it goes on with.
-        devices: Number of devices that it goes on with.
-    """
-
-    job: str
-    at: float
-    technique: str
-    devices: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class History:
     """A fleet's past.
 
@@ -104,7 +105,6 @@ class History:
         jobs: By name.
         measured: What trials have measured, by kind of job.
         plans: In order.
-        moves: In order.
         devices: Number of the fleet's devices.
         seconds: From its beginning to now, or to its newest sign, without the times when it did not run.
         next_gang: A number that no gang has had.
@@ -115,7 +115,6 @@ class History:
     jobs: Mapping[str, JobHistory]
     measured: Mapping[str, Measured]
     plans: Sequence[PastPlan]
-    moves: Sequence[Move]
     devices: int
     seconds: float
     next_gang: int
@@ -176,7 +175,6 @@ class _Reading:
         self._devices = len(first["devices"])
         self._measured: dict[str, Measured] = {}
         self._plans: list[PastPlan] = []
-        self._moves: list[Move] = []
         self._open: dict[int, Mapping[str, Any]] = {}  # entries of starts, by gang
         self._options: dict[str, list[tuple[str, int]]] = {}  # techniques and devices by job, as plans number them
         self._moments = [(float(first["time"]), 0.0)]  # wall clock, and seconds from the fleet's beginning
@@ -197,8 +195,9 @@ class _Reading:
             self._plans.append(self._plan(entry))
         elif event == "move":
             technique, devices = self._option(entry["job"], entry["option"])
-            self._moves.append(Move(job=entry["job"], at=entry["at"], technique=technique, devices=devices))
-            self._jobs[entry["job"]].is_moving = True
+            job = self._jobs[entry["job"]]
+            job.moves.append(Move(at=entry["at"], technique=technique, devices=devices))
+            job.is_moving = True
         elif event == "start":
             self._gang = max(self._gang, int(entry["gang"]))
             self._open[entry["gang"]] = entry
@@ -217,7 +216,6 @@ class _Reading:
             jobs=self._jobs,
             measured=self._measured,
             plans=self._plans,
-            moves=self._moves,
             devices=self._devices,
             seconds=max(seconds, *ends) if ends else seconds,
             next_gang=self._gang + 1,

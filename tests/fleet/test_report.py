@@ -220,7 +220,6 @@ def test_a_plan_has_room_on_the_devices_that_there_are(jobs: list[tuple[int, flo
         jobs={},
         measured={},
         plans=[PastPlan(at=0.0, end=plan.makespan, jobs=foreseen)],
-        moves=[],
         devices=4,
         seconds=0.0,
         next_gang=1,

@@ -86,7 +86,7 @@ def test_a_job_that_was_asked_to_move_is_moving_until_its_gang_ends(tmp_path: Pa
     assert at(tmp_path, 2.5).jobs[0].state is JobState.MOVING
     written.end(3.0, "a", 7, 1, "moving")
     assert at(tmp_path, 3.0).jobs[0].state is JobState.WAITING
-    assert [(move.technique, move.devices) for move in history.load(tmp_path).moves] == [("pipeline", 2)]
+    assert [(move.technique, move.devices) for move in history.load(tmp_path).jobs["a"].moves] == [("pipeline", 2)]
 
 
 def test_the_lock_of_the_workers_is_the_sign_of_life(tmp_path: Path) -> None:

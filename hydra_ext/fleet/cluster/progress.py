@@ -93,14 +93,14 @@ class Track:
     """
 
     path: Path
-    losses: dict[int, float] = field(default_factory=dict)
-    step: int = 0
-    saved: int = 0
-    is_done: bool = False
-    evaluation: float | None = None
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    gang: int | None = None
-    ends: dict[int, tuple[float, int]] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict, init=False)
+    step: int = field(default=0, init=False)
+    saved: int = field(default=0, init=False)
+    is_done: bool = field(default=False, init=False)
+    evaluation: float | None = field(default=None, init=False)
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT), init=False)
+    gang: int | None = field(default=None, init=False)
+    ends: dict[int, tuple[float, int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._reader = ProgressReader(self.path)

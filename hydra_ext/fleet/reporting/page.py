@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from hydra_ext.errors import TraceFileError
 from hydra_ext.fleet import history
-from hydra_ext.fleet.history import History
+from hydra_ext.fleet.history import History, Move
 from hydra_ext.fleet.reporting import bars, charts, status
 from hydra_ext.fleet.reporting.palette import STYLE
 from hydra_ext.fleet.reporting.status import FleetStatus, duration
@@ -91,8 +91,9 @@ def _told(past: History) -> str:
     """Plan and reality in words."""
     stretches = [stretch for job in past.jobs.values() for stretch in job.stretches]
     failures = sum(stretch.failure is not None for stretch in stretches)
+    moves = sum(len(job.moves) for job in past.jobs.values())
     found = f"In reality, after {duration(past.seconds)}: {len(stretches)} stretches of {len(past.jobs)} jobs, "
-    found += f"{failures} ended by a failure, {len(past.moves)} moves, {len(past.plans)} plans."
+    found += f"{failures} ended by a failure, {moves} moves, {len(past.plans)} plans."
     if not past.plans:
         return found
     first = past.plans[0]
@@ -125,9 +126,13 @@ def _add_stretches(section: Element, past: History) -> None:
     SubElement(details, "summary").text = "Plan and reality in words"
     _table(details, "Planned at first", _STRETCHES, planned)
     _table(details, "What happened", _STRETCHES, sorted(real, key=lambda row: (float(row[3]), row[0])))
-    if past.moves:
-        rows = [(move.job, _number(move.at), f"{move.technique} on {move.devices}") for move in past.moves]
-        _table(details, "Moves", ("job", "after, s", "goes on with"), rows)
+    moves = [(name, _number(move.at), _goal(move)) for name, job in past.jobs.items() for move in job.moves]
+    if moves:
+        _table(details, "Moves", ("job", "after, s", "goes on with"), moves)
+
+
+def _goal(move: Move) -> str:
+    return f"{move.technique} on {move.devices}"
 
 
 def _add_losses(main: Element, results: Results) -> None:
