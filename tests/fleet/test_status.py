@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -75,6 +76,19 @@ def test_a_plan_that_is_late_does_not_end_before_the_jobs_that_run(tmp_path: Pat
     written.steps(1.0, "a", 7, 1, 3, seconds=2.0)
     found = at(tmp_path, 8.0)
     assert found.eta_seconds == by_name(found)["a"].eta_seconds == 97 * 2.0
+
+
+def test_jobs_that_wait_are_as_late_as_those_before_them(tmp_path: Path) -> None:
+    written = Written(tmp_path, [fleet_folders.job(name, lr=rate) for name, rate in (("a", 1), ("b", 2), ("c", 3))])
+    written.measured("a", OPTIONS)
+    written.plan(0.0, a=(0, 0.0, 10.0), b=(0, 10.0, 20.0), c=(0, 0.0, 12.0))
+    written.start(0.0, "a", 7, 0, "plain", 0)
+    written.steps(0.0, "a", 7, 1, 4, seconds=3.0)
+    found = at(tmp_path, 12.0)
+    etas = {name: job.eta_seconds for name, job in by_name(found).items()}
+    late = (12.0 + 6 * 3.0) - 10.0  # of a, when it ends
+    assert etas == {"a": 6 * 3.0, "b": 20.0 + late - 12.0, "c": 12.0}  # c is not behind a, and takes its whole time
+    assert found.eta_seconds == etas["b"]
 
 
 def test_a_job_that_was_asked_to_move_is_moving_until_its_gang_ends(tmp_path: Path) -> None:
@@ -255,6 +269,12 @@ def test_the_table_has_a_line_for_each_job_and_the_failures_below(tmp_path: Path
         ["d", "waiting", "plain", "-", "0/10", "-", "-", "12", "s", "-", "0"],
     ]
     assert lines[6:] == ["b: rank 0 was killed by signal -9", "c: ValueError: <no> such data"]
+
+
+def test_memory_is_shown_in_mebibytes(tmp_path: Path) -> None:
+    fleet_folders.eventful(tmp_path)
+    job = at(tmp_path, 18.0).jobs[1]
+    assert replace(job, memory_bytes=1234 * 2**20).cells()[8] == "1,234 MiB"
 
 
 def test_a_loss_that_is_no_number_is_still_json(tmp_path: Path) -> None:
