@@ -186,6 +186,17 @@ def test_a_move_is_marked_on_the_devices_that_the_job_had(tmp_path: Path) -> Non
     assert mark.text == "b is asked after 16 s to go on with pipeline on 2"
 
 
+def test_a_move_after_a_failure_is_marked_where_the_job_was_then(tmp_path: Path) -> None:
+    written = Written(tmp_path, [fleet_folders.job("a")])
+    written.measured("a", OPTIONS)
+    written.plan(1.0, a=(0, 0.0, 9.0))
+    written.start(1.0, "a", 7, 0, "plain", 0)
+    written.end(2.0, "a", 7, 0, "running", "OSError: no data")
+    written.start(2.0, "a", 8, 0, "plain", 1)
+    written.note("move", 4.0, job="a", option=2)
+    assert [mark.row for mark in bars.moves(past_of(tmp_path))] == [("here", 1)]
+
+
 def test_a_device_that_had_nothing_to_do_has_its_row(tmp_path: Path) -> None:
     written = Written(tmp_path, [fleet_folders.job("a")], devices=3)
     written.measured("a", OPTIONS)

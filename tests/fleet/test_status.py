@@ -155,6 +155,18 @@ def test_stretches_of_a_killed_fleet_end_with_its_last_step_and_time_stands_unti
     assert by_name(status.read(tmp_path))["a"].failures == ()  # it was no failure of the job
 
 
+def test_a_step_after_the_next_beginning_does_not_make_a_stretch_longer(tmp_path: Path) -> None:
+    written = Written(tmp_path, [fleet_folders.job("a")])
+    written.measured("a", OPTIONS)
+    written.plan(1.0, a=(0, 0.0, 10.0))
+    written.start(1.0, "a", 7, 0, "plain", 0)
+    written.steps(1.0, "a", 7, 1, 3)
+    written.progress(99.0, "a", 7, "step", 4, loss=0.0, seconds=95.0)  # while the fleet does not run
+    written.begin(4.5, idle=1000.0)
+    (stretch,) = history.load(tmp_path).jobs["a"].stretches
+    assert (stretch.start, stretch.end) == (1.0, 4.5)
+
+
 def test_a_job_that_is_done_has_not_failed_because_the_fleet_ended_before_its_processes(tmp_path: Path) -> None:
     written = Written(tmp_path, [fleet_folders.job("a")])
     written.measured("a", OPTIONS)

@@ -86,3 +86,10 @@ def test_its_report_shows_what_ran(watched: Watched, tmp_path: Path) -> None:
     text = (tmp_path / "report.html").read_text()
     assert len(re.findall(r'<rect [^>]*class="bar', text)) == 4  # two planned, two that ran
     assert "2 of 2 jobs have ended" in text
+
+
+@pytest.mark.full
+def test_a_gang_meets_in_a_folder_with_any_name_that_a_job_may_have(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path / "fleet", devices=2, budget="4MiB")
+    results = fleet.run([fleet_folders.job("width=4+1", steps=3)], techniques=["pipeline"])
+    assert [stretch.failure for stretch in results["width=4+1"].stretches] == [None]

@@ -110,10 +110,21 @@ class Written:
         writer.close()
 
     def steps(self, at: float, name: str, gang: int, first: int, last: int, *, seconds: float = 1.0) -> None:
-        """Steps ``first`` to ``last``, of so many seconds each, after the gang has opened at ``at``."""
+        """Steps ``first`` to ``last``, of so many seconds each, after the gang has opened at ``at``.
+
+        The first one says that it has taken longer, as those of real gangs do.
+        """
         self.progress(at, name, gang, "opened", first - 1, seconds=0.1)
         for number, step in enumerate(range(first, last + 1), 1):
-            self.progress(at + number * seconds, name, gang, "step", step, loss=2.0 / step, seconds=seconds)
+            self.progress(
+                at + number * seconds,
+                name,
+                gang,
+                "step",
+                step,
+                loss=2.0 / step,
+                seconds=seconds * (9 if number == 1 else 1),
+            )
 
     def _write(self, event: str, **more: Any) -> None:
         journal = Journal(self.folder)

@@ -69,10 +69,11 @@ def _gang(order: Order, rank: int) -> Iterator[Gang]:
     if ranks == 1:
         yield Gang(device=device, rank=0, ranks=1)
         return
-    meeting = Path(order.folder).absolute() / f"gang-{order.gang}.meeting"
+    # The store by its path: as a URL, a path with a character such as "=" would be another one.
+    meeting = dist.FileStore(str(Path(order.folder).absolute() / f"gang-{order.gang}.meeting"), ranks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of a gang are on one node
     backend = "gloo" if device.card is None else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=meeting.as_uri(), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=ranks)
     try:
         yield Gang(device=device, rank=rank, ranks=ranks)
     finally:
