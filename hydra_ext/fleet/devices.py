@@ -81,7 +81,7 @@ def choose(given: int | Sequence[SimulatedDevice | str] | None, budget: int | st
     cards = torch.cuda.device_count()
     if given is None:
         given = cards or 1
-    if isinstance(given, int) and not isinstance(given, bool):
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         if cards and given > cards:
             raise InvalidDevice(f"devices={given}: this machine has {cards} CUDA devices")
         given = [f"cuda:{i}" for i in range(given)] if cards else [SimulatedDevice()] * given

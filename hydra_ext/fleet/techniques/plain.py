@@ -18,9 +18,8 @@ from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.techniques import forecast
-from hydra_ext.fleet.techniques.building import build_model, build_optimizer, build_schedule
+from hydra_ext.fleet.techniques.building import build_model, build_optimizer, build_schedule, clip_of
 from hydra_ext.fleet.techniques.interface import Configuration, Gang, Session, Technique, WontDo
-from hydra_ext.optim import clip_grad_norm_
 from hydra_ext.runtime.saving import snapshot
 from hydra_ext.runtime.saving.snapshot import Training
 
@@ -73,7 +72,7 @@ class PlainSession(Session):
             (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         if self._job.max_norm is not None:
-            clip_grad_norm_(self.model.parameters(), self._job.max_norm)
+            clip_of(self.optimizer)(self.model.parameters(), self._job.max_norm)
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()

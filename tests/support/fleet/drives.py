@@ -1,0 +1,69 @@
+"""Fleets in processes of their own, which can be killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.fleet import Fleet, Job
+from hydra_ext.fleet.cluster.progress import ProgressReader
+from support.fleet import trainings
+
+PATIENCE = 60.0
+_LOOK = 0.02
+
+
+def slowly(model: nn.Module, microbatch: tuple[Tensor, Tensor], *, seconds: float) -> Tensor:
+    """The loss, after a time that makes steps last: a fleet has to be caught while it runs."""
+    time.sleep(seconds)
+    return trainings.loss(model, microbatch)
+
+
+def three_jobs() -> list[Job]:
+    slow = partial(slowly, seconds=0.02)
+    steps = {"short": 4, "long": 100, "other": 20}
+    return [trainings.job(name, loss=slow, steps=count) for name, count in steps.items()]
+
+
+def run(folder: str, jobs: str) -> None:
+    """What the process does."""
+    torch.set_num_threads(1)
+    Fleet(folder, devices=2, budget="1MiB").run(globals()[jobs](), techniques=["plain"], interval=0.1)
+
+
+@contextmanager
+def driven(folder: Path, jobs: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs jobs of this module; it is killed at the end."""
+    program = f"from support.fleet import drives; drives.run({str(folder)!r}, {jobs!r})"
+    places = os.pathsep.join(each for each in sys.path if each)
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": places}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None, "the fleet's process has ended"
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(_LOOK)
+
+
+def children(process: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def events(job: Path) -> set[str]:
+    return {record["event"] for record in ProgressReader(job / "progress.jsonl").read()}
