@@ -142,6 +142,8 @@ def _run(folder: Path, journal: Journal, cluster: Cluster) -> Results:
         path=given["path"],
     )
     if open_:
+        if past.plan is not None:
+            record("resume", at=cluster.now())
         trials = Trials(cluster, folder / "trials", given["techniques"], settings, gangs=gangs, record=record)
         measured = trials.measure([job.job for job in open_], past.measured)
         jobs = [

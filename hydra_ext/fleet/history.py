@@ -70,24 +70,31 @@ def read(folder: Path, entries: Sequence[Mapping[str, Any]]) -> History:
     measured = {entry["kind"]: Measured.of(entry["measured"]) for entry in entries if entry["event"] == "measured"}
     plans = [entry for entry in entries if entry["event"] == "plan"]
     seconds = max((float(entry["at"]) for entry in entries if "at" in entry), default=0.0)
-    open_: dict[int, Mapping[str, Any]] = {}
-    for entry in entries:
-        if entry["event"] == "start":
-            open_[entry["gang"]] = entry
-        elif entry["event"] == "end":
-            begun = open_.pop(entry["gang"])
-            jobs[entry["job"]].stretches.append(_stretch(begun, entry["at"], entry["step"], entry["failure"]))
-        elif entry["event"] == "set aside":
-            jobs[entry["job"]].failures = tuple(entry["failures"])
     for job in jobs.values():
         for record in ProgressReader(job.progress_file).read():
             if record["event"] in ("saved", "done"):
                 job.step = int(record["step"])
             if record["event"] == "done":
                 job.is_done, job.evaluation = True, record.get("evaluation")
-    for begun in open_.values():
-        job = jobs[begun["job"]]
-        job.stretches.append(_stretch(begun, seconds, job.step, "the fleet's process had ended"))
+    open_: dict[int, Mapping[str, Any]] = {}
+
+    def interrupt(at: float) -> None:
+        for begun in open_.values():
+            job = jobs[begun["job"]]
+            job.stretches.append(_stretch(begun, at, job.step, "the fleet's process had ended"))
+        open_.clear()
+
+    for entry in entries:
+        if entry["event"] == "start":
+            open_[entry["gang"]] = entry
+        elif entry["event"] == "end":
+            begun = open_.pop(entry["gang"])
+            jobs[entry["job"]].stretches.append(_stretch(begun, entry["at"], entry["step"], entry["failure"]))
+        elif entry["event"] == "resume":
+            interrupt(entry["at"])
+        elif entry["event"] == "set aside":
+            jobs[entry["job"]].failures = tuple(entry["failures"])
+    interrupt(seconds)
     gangs = [int(entry["gang"]) for entry in entries if "gang" in entry]
     return History(
         jobs=jobs,
