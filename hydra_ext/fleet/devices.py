@@ -22,11 +22,13 @@ class Device:
     """One device, and the bytes that a job may use there.
 
     Attributes:
+        name: Of the card, or "simulated".
         card: Number of the CUDA device; None for a simulated one.
         simulated: Settings of a simulated device; None for a CUDA device.
         budget: Device bytes.
     """
 
+    name: str
     card: int | None
     simulated: SimulatedDevice | None
     budget: int
@@ -45,21 +47,17 @@ class Device:
         simulated = None
         if self.simulated is not None:
             simulated = {field.name: getattr(self.simulated, field.name) for field in fields(SimulatedDevice)}
-        return {"card": self.card, "simulated": simulated, "budget": self.budget}
+        return {"name": self.name, "card": self.card, "simulated": simulated, "budget": self.budget}
 
     @staticmethod
     def of(described: dict[str, Any]) -> Device:
         simulated = described["simulated"]
-        return Device(
-            card=described["card"],
-            simulated=None if simulated is None else SimulatedDevice(**simulated),
-            budget=described["budget"],
-        )
+        settings = None if simulated is None else SimulatedDevice(**simulated)
+        return Device(**{**described, "simulated": settings})
 
     def kind(self) -> dict[str, Any]:
         """What two devices with the same speed and room have in common."""
-        name = None if self.card is None else torch.cuda.get_device_name(self.card)
-        return self.describe() | {"card": name}
+        return self.describe() | {"card": None}
 
     def synchronize(self) -> None:
         if self.simulated is None:
@@ -99,7 +97,7 @@ def _device(given: SimulatedDevice | str, budget: int | str, count: int) -> Devi
             )
         whole = int(_SHARE_OF_HOST * (memory_limit() or _DEFAULT_HOST))
         size = whole // count if budget == "auto" else parse_bytes(budget)
-        return Device(card=None, simulated=simulated, budget=size)
+        return Device(name="simulated", card=None, simulated=simulated, budget=size)
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:

@@ -14,6 +14,7 @@ from typing import Any
 from hydra_ext.errors import InvalidArgument, InvalidJob, JournalError
 from hydra_ext.fleet import devices as fleet_devices
 from hydra_ext.fleet import history, references
+from hydra_ext.fleet.cluster import ray_cluster
 from hydra_ext.fleet.cluster.embedded import EmbeddedCluster
 from hydra_ext.fleet.cluster.interface import Cluster
 from hydra_ext.fleet.devices import Device
@@ -36,6 +37,9 @@ class Fleet:
         folder: Of the fleet; made if it is new.
         devices: The devices, such as ``["cuda:0", "cuda:1"]``, or their number. None takes all CUDA devices, or one
             simulated device where there is none.
+        address: Of a Ray cluster whose nodes have the devices, such as ``"auto"`` or ``"ray://head:10001"``; see
+            ``ray.init``. Then ``devices`` is None for the nodes' GPUs, or a list with one simulated device, of which a
+            node has as many as its resource ``hydra_device`` says. All nodes see the folder under the same path.
         budget: Device bytes of a job on each device; ``"auto"`` for nearly all.
 
     Raises:
@@ -49,10 +53,12 @@ class Fleet:
         folder: str | os.PathLike[str],
         *,
         devices: int | Sequence[SimulatedDevice | str] | None = None,
+        address: str | None = None,
         budget: int | str = "auto",
     ) -> None:
         self.folder = Path(folder).absolute()
         self._devices = devices
+        self._address = address
         self._budget = budget
 
     def run(
@@ -87,7 +93,7 @@ class Fleet:
         for name, value in (("interval", interval), ("patience", patience)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise InvalidArgument(f"{name}={value!r}: give a positive number of seconds")
-        devices = fleet_devices.choose(self._devices, self._budget)
+        devices = self._chosen()
         with _journal(self.folder) as journal:
             if journal.entries:
                 raise InvalidArgument(
@@ -120,11 +126,24 @@ class Fleet:
             if not journal.entries or journal.entries[0]["event"] != "fleet":
                 raise JournalError(f"{journal.path} does not begin with a fleet", file=journal.path)
             devices = [Device.of(each) for each in journal.entries[0]["devices"]]
-            cluster = EmbeddedCluster(devices, lock=self.folder / "workers.lock")
+            cluster = self._cluster(devices)
             try:
                 return _run(self.folder, journal, cluster)
             finally:
                 cluster.close()
+
+    def _chosen(self) -> list[Device]:
+        """The devices of this machine; on a cluster, one like those of the nodes."""
+        if self._address is None:
+            return fleet_devices.choose(self._devices, self._budget)
+        if self._devices is None:
+            return [ray_cluster.probed(self._address, self._budget)]
+        return fleet_devices.choose(self._devices, self._budget)[:1]
+
+    def _cluster(self, devices: Sequence[Device]) -> Cluster:
+        if self._address is None:
+            return EmbeddedCluster(devices, lock=self.folder / "workers.lock")
+        return ray_cluster.RayCluster(self._address, devices[0])
 
 
 def _run(folder: Path, journal: Journal, cluster: Cluster) -> Results:
@@ -138,12 +157,11 @@ def _run(folder: Path, journal: Journal, cluster: Cluster) -> Results:
     settings = Settings(
         interval=given["interval"],
         patience=given["patience"],
-        threads=max(1, (os.cpu_count() or 1) // len(cluster.nodes()[0].devices)),
+        threads=past.threads or _threads(cluster),
         path=given["path"],
     )
     if open_:
-        if past.plan is not None:
-            record("resume", at=cluster.now())
+        record("begin", at=cluster.now(), threads=settings.threads)
         trials = Trials(cluster, folder / "trials", given["techniques"], settings, gangs=gangs, record=record)
         measured = trials.measure([job.job for job in open_], past.measured)
         jobs = [
@@ -153,6 +171,11 @@ def _run(folder: Path, journal: Journal, cluster: Cluster) -> Results:
         Scheduler(cluster, jobs, settings, gangs=gangs, record=record).run()
         record("finished", at=cluster.now())
     return history.results(history.read(folder, read_only(folder)))
+
+
+def _threads(cluster: Cluster) -> int:
+    """Of each process: all alike, as sums on the CPU depend on their number."""
+    return max(1, min(node.cores // len(node.devices) for node in cluster.nodes()))
 
 
 @contextmanager

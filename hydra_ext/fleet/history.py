@@ -50,6 +50,7 @@ class History:
         plan: The entry of the newest plan; None before the first.
         seconds: From its beginning to the newest entry, without the times when nobody ran it.
         next_gang: A number that no gang has had.
+        threads: Of torch on the CPU, in each process; None before it has begun.
         is_finished: Whether all jobs have ended.
     """
 
@@ -58,6 +59,7 @@ class History:
     plan: Mapping[str, Any] | None
     seconds: float
     next_gang: int
+    threads: int | None
     is_finished: bool
 
 
@@ -90,7 +92,7 @@ def read(folder: Path, entries: Sequence[Mapping[str, Any]]) -> History:
         elif entry["event"] == "end":
             begun = open_.pop(entry["gang"])
             jobs[entry["job"]].stretches.append(_stretch(begun, entry["at"], entry["step"], entry["failure"]))
-        elif entry["event"] == "resume":
+        elif entry["event"] == "begin":
             interrupt(entry["at"])
         elif entry["event"] == "set aside":
             jobs[entry["job"]].failures = tuple(entry["failures"])
@@ -102,6 +104,7 @@ def read(folder: Path, entries: Sequence[Mapping[str, Any]]) -> History:
         plan=plans[-1] if plans else None,
         seconds=seconds,
         next_gang=max(gangs, default=0) + 1,
+        threads=next((int(entry["threads"]) for entry in entries if entry["event"] == "begin"), None),
         is_finished=entries[-1]["event"] == "finished",
     )
 

@@ -8,28 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 import hydra_ext
 from hydra_ext.errors import FleetInUse, InvalidArgument, InvalidJob, JobDoesNotFit, JobFailed, JournalError
-from hydra_ext.fleet import Fleet, Job, Results
+from hydra_ext.fleet import Fleet, Results
 from hydra_ext.fleet.journal import Journal, read_only
 from support.fleet import drives, trainings
+from support.fleet.comparison import assert_as_alone
 from support.fleet.drives import PATIENCE, children, driven, events, wait_for
 
 BUDGET = "1MiB"
-
-
-def assert_as_alone(results: Results, jobs: list[Job]) -> None:
-    for job in jobs:
-        weights, losses, evaluation = trainings.plainly(job)
-        result = results[job.name]
-        assert result.is_done, result.failures
-        assert [result.losses[step] for step in range(1, job.steps + 1)] == losses
-        assert result.evaluation == evaluation
-        found = trainings.loaded(result.folder, job)
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def techniques_of(results: Results) -> dict[str, list[str]]:
@@ -109,7 +97,9 @@ def test_workers_end_with_the_process_that_they_are_forked_from(tmp_path: Path) 
 
 def test_a_job_that_fits_nowhere_names_the_smallest_budget(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, devices=1, budget="4KiB")
-    with pytest.raises(JobDoesNotFit, match="job 'large' fits no device: give each device a budget of at least") as told:
+    with pytest.raises(
+        JobDoesNotFit, match="job 'large' fits no device: give each device a budget of at least"
+    ) as told:
         fleet.run([trainings.job("large", dropout=0.2)], techniques=["plain", "offload"])
     needed = told.value.smallest_budget
     assert needed is not None

@@ -54,9 +54,18 @@ def driven(folder: Path, jobs: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
+    """Waits for something that a fleet in another process does."""
+
+    def looked() -> bool:
+        assert process.poll() is None, "the fleet's process has ended"
+        return condition()
+
+    wait_until(looked)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
     while not condition():
-        assert process.poll() is None, "the fleet's process has ended"
         assert time.monotonic() < until, "it did not happen"
         time.sleep(_LOOK)
 
