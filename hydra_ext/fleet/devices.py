@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import InvalidArgument, InvalidDevice
 from hydra_ext.policy import SimulatedDevice, parse_bytes
@@ -58,6 +59,12 @@ class Device:
     def kind(self) -> dict[str, Any]:
         """What two devices with the same speed and room have in common."""
         return self.describe() | {"card": None}
+
+    def moved(self, microbatch: Any) -> Any:
+        """A microbatch with its tensors on the device."""
+        if self.simulated is not None:
+            return microbatch
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.torch_device), microbatch)
 
     def synchronize(self) -> None:
         if self.simulated is None:

@@ -135,4 +135,4 @@ def results(history: History) -> Results:
             failures=job.failures,
             folder=job.folder / CHECKPOINTS,
         )
-    return Results(found, seconds=history.seconds)
+    return Results(found, seconds=history.seconds, threads=history.threads)

@@ -68,11 +68,13 @@ class Results(Mapping[str, JobResult]):
 
     Attributes:
         seconds: From the fleet's beginning to its end.
+        threads: Of torch on the CPU, in each process. Sums there depend on it: see ``torch.set_num_threads``.
     """
 
-    def __init__(self, jobs: Mapping[str, JobResult], *, seconds: float) -> None:
+    def __init__(self, jobs: Mapping[str, JobResult], *, seconds: float, threads: int | None) -> None:
         self._jobs = dict(jobs)
         self.seconds = seconds
+        self.threads = threads
 
     def __getitem__(self, name: str) -> JobResult:
         return self._jobs[name]

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 
@@ -43,6 +46,15 @@ class Gang:
     device: Device
     rank: int
     ranks: int
+
+    def mean(self, losses: torch.Tensor) -> float:
+        """The mean of all ranks' losses, added up in the order of the ranks."""
+        if self.ranks == 1:
+            return float(losses.mean())
+        own = losses.float().cpu().contiguous()
+        every = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(every, own)
+        return float(torch.cat(every).mean())
 
 
 class Session(ABC):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from hydra_ext.blocks import discover
 from hydra_ext.checkpoint import choosing, loading, saving
@@ -52,13 +51,13 @@ class Plain(Technique):
 class PlainSession(Session):
     """
     Args:
-        needed: Device bytes without the optimizer's state, whose size shows in the first step.
+        needed: Device bytes without the optimizer's state, whose size shows in the first step; None if it fits.
     """
 
-    def __init__(self, job: Job, device: Device, needed: int) -> None:
+    def __init__(self, job: Job, device: Device, needed: int | None) -> None:
         self._job = job
         self._device = device
-        self._needed: int | None = needed
+        self._needed = needed
         self.model = build_model(job).to(device.torch_device)
         self.optimizer = build_optimizer(job, self.model.parameters())
         self.schedule = build_schedule(job, self.optimizer)
@@ -68,7 +67,7 @@ class PlainSession(Session):
         losses = []
         for microbatch, seed in zip(microbatches, seeds, strict=True):
             torch.manual_seed(seed)
-            loss = self._job.loss(self.model, self._moved(microbatch))
+            loss = self._job.loss(self.model, self._device.moved(microbatch))
             (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         if self._job.max_norm is not None:
@@ -80,10 +79,6 @@ class PlainSession(Session):
         self._steps += 1
         self._check_room()
         return float(torch.stack(losses).mean())
-
-    def _moved(self, microbatch: Any) -> Any:
-        device = self._device.torch_device
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch)
 
     def _check_room(self) -> None:
         """A simulated device counts nothing here, so the sum is checked once."""
@@ -104,7 +99,7 @@ class PlainSession(Session):
         self._needed = None
 
     def evaluate(self, microbatches: Sequence[Any]) -> float:
-        return evaluated(self.model, lambda each: self._job.loss(self.model, self._moved(each)), microbatches)
+        return evaluated(self.model, lambda each: self._job.loss(self.model, self._device.moved(each)), microbatches)
 
     def save(self, folder: Path, extra: Any) -> None:
         training = self._training()

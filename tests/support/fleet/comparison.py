@@ -12,8 +12,9 @@ from support.fleet.trainings import loaded, plainly
 
 def assert_as_alone(results: Results, jobs: Sequence[Job]) -> None:
     """Losses, evaluation, weights and buffers of each job, bit for bit."""
+    assert results.threads is not None
     for job in jobs:
-        weights, losses, evaluation = plainly(job)
+        weights, losses, evaluation = plainly(job, threads=results.threads)
         result = results[job.name]
         assert result.is_done, result.failures
         assert [result.losses[step] for step in range(1, job.steps + 1)] == losses

@@ -20,12 +20,19 @@ WIDTH = 24
 
 
 class Layered(nn.Module):
-    """A chain of blocks with a buffer, and a head."""
+    """A chain of blocks with running statistics, and a head."""
 
-    def __init__(self, width: int, blocks: int, dropout: float) -> None:
+    def __init__(self, width: int, blocks: int, dropout: float, normed: bool) -> None:
         super().__init__()
-        parts = (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), *parts[1:]) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, width),
+                nn.BatchNorm1d(width) if normed else nn.LayerNorm(width),
+                nn.ReLU(),
+                nn.Dropout(dropout),
+            )
+            for _ in range(blocks)
+        )
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,8 +42,8 @@ class Layered(nn.Module):
         return found
 
 
-def layered(width: int = WIDTH, blocks: int = 4, dropout: float = 0.0) -> nn.Module:
-    return Layered(width, blocks, dropout)
+def layered(width: int = WIDTH, blocks: int = 4, dropout: float = 0.0, normed: bool = True) -> nn.Module:
+    return Layered(width, blocks, dropout, normed)
 
 
 def batches(width: int = WIDTH, steps: int = 5, microbatches: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
@@ -123,8 +130,17 @@ def tokens(folder: Path, count: int) -> str:
 # ---- the plain loop -------------------------------------------------------------------------------------------------
 
 
-def plainly(job: Job) -> tuple[dict[str, Tensor], list[float], float | None]:
+def plainly(job: Job, *, threads: int) -> tuple[dict[str, Tensor], list[float], float | None]:
     """Weights, losses and evaluation of a job in plain PyTorch, as its documentation says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _plainly(job)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _plainly(job: Job) -> tuple[dict[str, Tensor], list[float], float | None]:
     import random
 
     import numpy
