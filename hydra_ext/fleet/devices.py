@@ -41,7 +41,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("cpu") if self.simulated is not None else torch.device("cuda", self.card)
+        return torch.device("cpu") if self.card is None else torch.device("cuda", self.card)
 
     def describe(self) -> dict[str, Any]:
         """The device as JSON."""

@@ -21,7 +21,8 @@ from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.journal import Journal, read_only
 from hydra_ext.fleet.results import Results
-from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler, Settings
+from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler
+from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.scheduling.trials import Trials
 from hydra_ext.fleet.techniques import BUILT_IN, technique_named
 from hydra_ext.policy import SimulatedDevice

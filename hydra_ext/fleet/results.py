@@ -97,7 +97,7 @@ class Results(Mapping[str, JobResult]):
 
     def rows(self) -> list[dict[str, object]]:
         """A row for each job, the best evaluation or loss first."""
-        rows = []
+        rows: list[dict[str, object]] = []
         for job in sorted(self._jobs.values(), key=_rank):
             last = job.stretches[-1] if job.stretches else None
             values = (
