@@ -115,6 +115,5 @@ def _device(given: SimulatedDevice | str, budget: int | str, count: int) -> Devi
         raise InvalidDevice(f"devices: there is no {given!r} here: {torch.cuda.device_count()} CUDA devices were found")
     card = device.index or 0
     total = torch.cuda.get_device_properties(card).total_memory
-    return Device(
-        card=card, simulated=None, budget=int(_SHARE_OF_CARD * total) if budget == "auto" else parse_bytes(budget)
-    )
+    size = int(_SHARE_OF_CARD * total) if budget == "auto" else parse_bytes(budget)
+    return Device(name=torch.cuda.get_device_name(card), card=card, simulated=None, budget=size)

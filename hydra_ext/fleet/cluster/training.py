@@ -59,8 +59,11 @@ class Loop:
         self._folder = Path(order.folder) / CHECKPOINTS
         self._progress = ProgressWriter(order.progress_file, order.gang) if gang.rank == 0 else None
 
-    def run(self, technique: Technique) -> None:
-        begun = time.monotonic()
+    def run(self, technique: Technique, *, begun: float) -> None:
+        """
+        Args:
+            begun: When the process has begun, by ``time.monotonic()``.
+        """
         try:
             with technique.open(self._job, self._gang, self._order.configuration) as session:
                 found = session.load(self._folder)
@@ -105,12 +108,14 @@ class Loop:
             self._progress.write(event, step, time=time.time(), **more)
 
 
-def try_out(order: Order, job: Job, gang: Gang, technique: Technique) -> None:
+def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: float) -> None:
     """Measures a few steps. The first rank leaves the result in the order's file.
 
     The result has the seconds of opening, of a step and of saving, and a digest of losses and weights.
+
+    Args:
+        begun: When the process has begun, by ``time.monotonic()``.
     """
-    begun = time.monotonic()
     folder = Path(order.folder) / f"gang-{order.gang}.ckpt"
     batches, losses, seconds = Batches(job), [], []
     with technique.open(job, gang, order.configuration) as session:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -35,10 +37,18 @@ def three_jobs() -> list[Job]:
     return [trainings.job(name, loss=slow, steps=count) for name, count in steps.items()]
 
 
+def twelve_jobs() -> list[Job]:
+    slow = partial(slowly, seconds=0.01)
+    return [trainings.job(f"job-{i}", loss=slow, steps=60 + 5 * i, seed=i, lr=1e-3 * (i + 1)) for i in range(12)]
+
+
 def run(folder: str, jobs: str) -> None:
-    """What the process does."""
+    """What the process does: it begins, or goes on."""
     torch.set_num_threads(1)
-    Fleet(folder, devices=2, budget="1MiB").run(globals()[jobs](), techniques=["plain"], interval=0.1)
+    if (Path(folder) / "journal.jsonl").exists():
+        Fleet(folder).resume()
+    else:
+        Fleet(folder, devices=2, budget="1MiB").run(globals()[jobs](), techniques=["plain"], interval=0.1)
 
 
 @contextmanager
@@ -71,7 +81,26 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def children(process: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    try:
+        return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return []
+
+
+def workers(driver: int) -> list[int]:
+    """The processes that train, of a process that runs a fleet."""
+    return [worker for zygote in children(driver) for worker in children(zygote)]
+
+
+def shoot(driver: int, what: str, chance: random.Random) -> bool:
+    """Kills one worker, all workers, or the process that runs the fleet. Returns False if nobody was there."""
+    aims = [driver] if what == "driver" else workers(driver)
+    for aim in aims if what == "gang" else [chance.choice(aims)] if aims else []:
+        try:
+            os.kill(aim, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+    return bool(aims)
 
 
 def events(job: Path) -> set[str]:

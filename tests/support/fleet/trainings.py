@@ -156,9 +156,17 @@ def _plainly(job: Job) -> tuple[dict[str, Tensor], list[float], float | None]:
     schedule = None if job.schedule is None else job.schedule(optimizer)
     seeded(hydra_ext.fleet.job.seed_of(job.seed, "data"))
     data: Any = job.data()
+    iterator: Iterator[Any] = iter(())
     losses = []
     for step in range(job.steps):
-        microbatches = data[step % len(data)]
+        if isinstance(data, list):
+            microbatches = data[step % len(data)]
+        else:
+            seeded(hydra_ext.fleet.job.seed_of(job.seed, "batch", step))
+            microbatches = next(iterator, None)
+            if microbatches is None:
+                iterator = iter(data)
+                microbatches = next(iterator)
         total = []
         for microbatch, seed in zip(microbatches, job.seeds(step, len(microbatches)), strict=True):
             torch.manual_seed(seed)
