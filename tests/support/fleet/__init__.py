@@ -1,0 +1,1 @@
+"""Fleets in virtual time, and what runs them."""
