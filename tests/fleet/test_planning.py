@@ -1,4 +1,4 @@
-"""Plans of a fleet while jobs run, against an evaluator, a search over all times, and exhaustive search of a few jobs."""
+"""Plans of a fleet while jobs run, against an evaluator, a search over all times, and exhaustive search."""
 
 from __future__ import annotations
 

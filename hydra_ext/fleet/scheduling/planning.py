@@ -1,8 +1,8 @@
 """Which job runs when, on which node and with which option, while some run already.
 
-:func:`hydra_ext.plan.solve` of kind ``"spase"`` knows no jobs that run. So its plan gives each job an option, a node and
-an order, and a serial schedule with the running jobs first gives the times. Random changes then improve it. Running
-jobs move only where that pays.
+:func:`hydra_ext.plan.solve` of kind ``"spase"`` knows no jobs that run. So its plan gives each job an option, a node
+and an order, and a serial schedule with the running jobs first gives the times. Random changes then improve it.
+Running jobs move only where that pays.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from hydra_ext.plan import solve
 
 _LEAST_GAIN = 0.01  # of the makespan: a plan that gains less is within what estimates are wrong by
-_CHANGES = 1000  # that are tried to improve a plan
+_CHANGES = 40  # for each job, that are tried to improve a plan
 _MOST_PLACED = 50_000  # jobs placed in all these, which takes a few tenths of a second
 
 
@@ -194,8 +194,8 @@ def _solved(asked: Sequence[Work], works: Sequence[Work], nodes: Mapping[str, in
 
 def _read(found: object) -> tuple[int, int, float]:
     """A job's placement, as the solver gives it."""
-    option, node, start = found  # type: ignore[misc]
-    return int(option), int(node), float(start)
+    option, node, start = cast(tuple[int, int, float], found)
+    return option, node, start
 
 
 def _leave(work: Work, option: int) -> float:
@@ -214,7 +214,7 @@ def _improved(
     if not changed:
         return plan
     names, largest = list(nodes), max(nodes.values())
-    for _ in range(min(_CHANGES, _MOST_PLACED // len(works))):
+    for _ in range(min(_CHANGES * len(works), _MOST_PLACED // len(works))):
         chosen = dict(plan.jobs)
         for work in rng.choices(changed, k=rng.choice((1, 1, 2))):
             option = rng.randrange(len(work.choices)) if rng.random() < 0.6 else chosen[work.name].option

@@ -281,9 +281,7 @@ class Scheduler:
             return
         placed = self._plan.jobs
         waiting = [
-            job
-            for job in self._open_jobs()
-            if job.name in placed and job.state in (JobState.WAITING, JobState.MOVING)
+            job for job in self._open_jobs() if job.name in placed and job.state in (JobState.WAITING, JobState.MOVING)
         ]
         waiting.sort(key=lambda job: (placed[job.name].start, job.name))
         blocked = set()

@@ -37,6 +37,7 @@ class Trouble(Enum):
     DIES = "dies"
     HANGS = "hangs"
     WONT_DO = "will not do it"
+    ENDS = "ends without a word"
 
 
 @dataclass
@@ -133,6 +134,7 @@ class VirtualCluster:
         self._script: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._spins = 0
+        self._is_woken = False
 
     # ---- the script -------------------------------------------------------------------------------------------------
 
@@ -147,6 +149,12 @@ class VirtualCluster:
 
     def come(self, node: str, devices: int) -> None:
         self._there[node] = _node(node, devices)
+
+    def pass_time(self, seconds: float) -> None:
+        """The fleet itself takes some time, in which gangs go on."""
+        until = self._clock + seconds
+        while self._happen(until):
+            pass
 
     def kill_job(self, job: str) -> None:
         """Something else than the fleet kills a job's gang."""
@@ -195,20 +203,9 @@ class VirtualCluster:
         assert seconds >= 0
         self.waits += 1
         until, begun = self._clock + seconds, self._clock
-        while not self._events:
-            following = min((gang.until for gang in self._gangs.values()), default=math.inf)
-            scripted = self._script[0][0] if self._script else math.inf
-            if min(following, scripted) > until:
-                assert until < math.inf, "the fleet waits for ever"
-                self._clock = until
-                break
-            self._clock = max(self._clock, min(following, scripted))
-            if scripted <= following:
-                heapq.heappop(self._script)[2]()
-                break  # nodes may have changed
-            for number, gang in list(self._gangs.items()):
-                if gang.until <= self._clock:
-                    self._go_on(number, gang)
+        self._is_woken = False
+        while not self._events and not self._is_woken and self._happen(until):
+            pass
         for number, gang in self._gangs.items():
             self._tell_steps(number, gang)
         events, self._events = self._events, []
@@ -225,6 +222,24 @@ class VirtualCluster:
     def running(self) -> Iterator[str]:
         """The jobs with gangs."""
         return (gang.job for gang in self._gangs.values())
+
+    def _happen(self, until: float) -> bool:
+        """What comes next until a moment. False if nothing does: then it is that moment."""
+        following = min((gang.until for gang in self._gangs.values()), default=math.inf)
+        scripted = self._script[0][0] if self._script else math.inf
+        if min(following, scripted) > until:
+            assert until < math.inf, "the fleet waits for ever"
+            self._clock = until
+            return False
+        self._clock = max(self._clock, min(following, scripted))
+        if scripted <= following:
+            heapq.heappop(self._script)[2]()
+            self._is_woken = True  # nodes may have changed
+            return True
+        for number, gang in list(self._gangs.items()):
+            if gang.until <= self._clock:
+                self._go_on(number, gang)
+        return True
 
     def _go_on(self, number: int, gang: _Gang) -> None:
         """The end of a phase."""
@@ -279,6 +294,8 @@ class VirtualCluster:
             self._end(number, Failure(message="rank 0 was killed by signal 9", is_lost=True))
         elif fault.trouble is Trouble.WONT_DO:
             self._end(number, Failure(message="too large", wont_do=True, smallest_budget=1))
+        elif fault.trouble is Trouble.ENDS:
+            self._end(number, None)
         else:
             message = f"ValueError: step {gang.step} of {gang.job}"
             self._end(number, Failure(message=message, trace=f"Traceback\n{message}"))

@@ -62,6 +62,7 @@ class VirtualFleet:
         self.scheduler.run()
         assert not list(self.cluster.running())
         assert all(record.running is None for record in self.records.values())
+        assert [entry["gang"] for entry in self.events("start")] == sorted(e["gang"] for e in self.events("end"))
         return self.cluster.now()
 
     def stretches(self, job: str) -> list[Stretch]:
