@@ -15,7 +15,6 @@ SMALL = {
     "csrc/pytorch/threads": "what all other folders of pytorch need, and no memory",
     "hydra_ext/_C": "generated stubs",
     "hydra_ext/cli/demo": "one command",
-    "hydra_ext/integrations": "libraries by name, of which there will be more",
 }
 
 

@@ -32,6 +32,7 @@ VERBS = {
     "schedule": Entry("hydra_ext.cli.schedule", "draw a pipeline schedule, and say what it needs"),
     "plan": Entry("hydra_ext.cli.plan", "say whether a model fits a card, and how fast; or solve a planning problem"),
     "verify": Entry("hydra_ext.cli.verify", "read every checkpoint in a folder, and say which are whole"),
+    "fleet": Entry("hydra_ext.cli.fleet", "say what a fleet is doing, or write its report"),
 }
 
 

@@ -9,7 +9,25 @@ Sources: Hydra (arXiv:2110.08633) and Saturn (VLDB 2024, arXiv:2311.02840).
 
 from hydra_ext.fleet.fleet import Fleet
 from hydra_ext.fleet.job import Job
+from hydra_ext.fleet.reporting.status import FleetState, FleetStatus, JobStatus
 from hydra_ext.fleet.results import JobResult, Results, Stretch
+from hydra_ext.fleet.scheduling.scheduler import JobState
 from hydra_ext.fleet.techniques import Gang, Session, Technique, WontDo
+from hydra_ext.fleet.tracking import Tracker
 
-__all__ = ["Fleet", "Gang", "Job", "JobResult", "Results", "Session", "Stretch", "Technique", "WontDo"]
+__all__ = [
+    "Fleet",
+    "FleetState",
+    "FleetStatus",
+    "Gang",
+    "Job",
+    "JobResult",
+    "JobState",
+    "JobStatus",
+    "Results",
+    "Session",
+    "Stretch",
+    "Technique",
+    "Tracker",
+    "WontDo",
+]

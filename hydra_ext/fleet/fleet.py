@@ -15,16 +15,19 @@ from hydra_ext.errors import InvalidArgument, InvalidJob, JournalError
 from hydra_ext.fleet import devices as fleet_devices
 from hydra_ext.fleet import history, references
 from hydra_ext.fleet.cluster import ray_cluster
-from hydra_ext.fleet.cluster.embedded import EmbeddedCluster
+from hydra_ext.fleet.cluster.embedded import LOCK, EmbeddedCluster
 from hydra_ext.fleet.cluster.interface import Cluster
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.journal import Journal, read_only
+from hydra_ext.fleet.reporting import page, status
+from hydra_ext.fleet.reporting.status import FleetStatus
 from hydra_ext.fleet.results import Results
 from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler
 from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.scheduling.trials import Trials
 from hydra_ext.fleet.techniques import BUILT_IN, technique_named
+from hydra_ext.fleet.tracking import Told, Tracker
 from hydra_ext.policy import SimulatedDevice
 
 
@@ -69,6 +72,7 @@ class Fleet:
         interval: float = 1000.0,
         patience: float = 1800.0,
         techniques: Sequence[str] | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> Results:
         """Runs jobs to their end. A job that fails three times without a new checkpoint in between is set aside.
 
@@ -80,6 +84,7 @@ class Fleet:
             interval: Seconds between plans, and between a job's checkpoints.
             patience: Seconds without a step after which a job counts as hanging, and is restarted.
             techniques: Names of techniques, or classes as ``"module:Class"``; by default all that there are.
+            trackers: Told of every step, such as :class:`hydra_ext.integrations.trackers.TensorBoard`.
 
         Raises:
             InvalidJob: Two jobs have one name, or a job cannot be built.
@@ -110,10 +115,13 @@ class Fleet:
                 path=_search_path(),
                 time=time.time(),
             )
-        return self.resume()
+        return self.resume(trackers=trackers)
 
-    def resume(self) -> Results:
+    def resume(self, *, trackers: Sequence[Tracker] = ()) -> Results:
         """Goes on with the fleet of the folder, from its journal and the jobs' checkpoints.
+
+        Args:
+            trackers: As for :meth:`run`.
 
         Raises:
             JournalError: There is no fleet in the folder, or its journal is damaged.
@@ -127,11 +135,29 @@ class Fleet:
             if not journal.entries or journal.entries[0]["event"] != "fleet":
                 raise JournalError(f"{journal.path} does not begin with a fleet", file=journal.path)
             devices = [Device.of(each) for each in journal.entries[0]["devices"]]
-            cluster = self._cluster(devices)
+            cluster, told = self._cluster(devices), Told(trackers)
             try:
-                return _run(self.folder, journal, cluster)
+                return _run(self.folder, journal, cluster, told)
             finally:
                 cluster.close()
+                told.close()
+
+    def status(self) -> FleetStatus:
+        """What the fleet of the folder is doing, in whichever process it runs. ``str()`` gives a table.
+
+        Raises:
+            JournalError: There is no fleet in the folder, or its journal is damaged.
+        """
+        return status.read(self.folder)
+
+    def write_report(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page of HTML: what was planned and what happened, losses, results, and what trials have measured.
+
+        Raises:
+            JournalError: There is no fleet in the folder, or its journal is damaged.
+            TraceFileError: The file cannot be written.
+        """
+        page.write(self.folder, path)
 
     def _chosen(self) -> list[Device]:
         """The devices of this machine; on a cluster, one like those of the nodes."""
@@ -143,17 +169,20 @@ class Fleet:
 
     def _cluster(self, devices: Sequence[Device]) -> Cluster:
         if self._address is None:
-            return EmbeddedCluster(devices, lock=self.folder / "workers.lock")
+            return EmbeddedCluster(devices, lock=self.folder / LOCK)
         return ray_cluster.RayCluster(self._address, devices[0])
 
 
-def _run(folder: Path, journal: Journal, cluster: Cluster) -> Results:
+def _run(folder: Path, journal: Journal, cluster: Cluster, told: Told) -> Results:
     given, past = journal.entries[0], history.read(folder, journal.entries)
     open_ = [job for name, job in past.jobs.items() if not job.is_done and not job.failures]
     gangs, offset = count(past.next_gang), past.seconds - cluster.now()
 
     def record(event: str, **more: Any) -> None:
-        journal.write(event, **{**more, **({"at": more["at"] + offset} if "at" in more else {})})
+        at = {"at": more["at"] + offset} if "at" in more else {}
+        journal.write(event, **{**more, **at}, time=time.time())
+        if event == "set aside":
+            told.job_ended(more["job"], is_done=False, evaluation=None)
 
     settings = Settings(
         interval=given["interval"],
@@ -169,7 +198,7 @@ def _run(folder: Path, journal: Journal, cluster: Cluster) -> Results:
             JobRecord(job.job, measured[job.job["name"]].options, str(job.folder), step=job.step, saved=job.step)
             for job in open_
         ]
-        Scheduler(cluster, jobs, settings, gangs=gangs, record=record).run()
+        Scheduler(cluster, jobs, settings, gangs=gangs, record=record, listen=told.hear).run()
         record("finished", at=cluster.now())
     return history.results(history.read(folder, read_only(folder)))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra_ext.errors import FleetInUse, JournalError
 
-_NAME = "journal.jsonl"
+NAME = "journal.jsonl"
 
 
 class Journal:
@@ -36,7 +36,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / _NAME
+        self.path = folder / NAME
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             try:
@@ -74,7 +74,7 @@ def read_only(folder: Path) -> list[Mapping[str, Any]]:
     Raises:
         JournalError: There is none, or it is damaged.
     """
-    path = folder / _NAME
+    path = folder / NAME
     try:
         text = path.read_bytes()
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +102,7 @@ class Results(Mapping[str, JobResult]):
             last = job.stretches[-1] if job.stretches else None
             values = (
                 job.name,
-                "done" if job.is_done else "set aside",
+                "done" if job.is_done else "set aside" if job.failures else "open",
                 max(job.losses, default=0),
                 job.loss,
                 job.evaluation,
@@ -122,11 +122,13 @@ class Results(Mapping[str, JobResult]):
             writer.writerows(self.rows())
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *(tuple(map(_text, row.values())) for row in self.rows())]
-        widths = [max(len(str(row[i])) for row in rows) for i in range(len(_COLUMNS))]
-        return "\n".join(
-            "  ".join(str(each).ljust(width) for each, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        return aligned([_COLUMNS, *(tuple(map(text_of, row.values())) for row in self.rows())])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, with columns as wide as they have to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _rank(job: JobResult) -> tuple[bool, float, str]:
@@ -134,7 +136,8 @@ def _rank(job: JobResult) -> tuple[bool, float, str]:
     return not job.is_done, float("inf") if value is None else value, job.name
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A cell of a table: one short line."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -22,6 +22,7 @@ from hydra_ext.fleet.cluster.interface import Ended, Event, Failure, Node, Order
 from hydra_ext.fleet.cluster.progress import ProgressReader
 from hydra_ext.fleet.devices import Device
 
+LOCK = "workers.lock"  # in a fleet's folder
 _LOOK = 0.05  # seconds between looks at progress files
 _LINGER = 30.0  # seconds that the workers of a fleet that was killed may take to end
 _START = 120.0  # seconds that a zygote may take to import torch
@@ -192,6 +193,21 @@ def _locked(path: Path) -> int:
                     "and call resume() again"
                 ) from error
         time.sleep(_LOOK)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether workers live: those of a cluster with this lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask at once
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _environment() -> dict[str, str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +73,54 @@ def _parsed(line: bytes) -> Mapping[str, Any] | None:
     return record if known else None
 
 
-def losses(path: Path) -> dict[int, float]:
-    """The loss of each step that was made, by the step's number from 1 on."""
-    found = {}
-    for record in ProgressReader(path).read():
-        if record["event"] == "step":
-            found[int(record["step"])] = float(record["loss"])
-    return found
+_RECENT = 20  # steps whose seconds tell how fast a job is now
+
+
+@dataclass
+class Track:
+    """What a job's progress file says by now.
+
+    Attributes:
+        path: Of the file.
+        losses: The loss of each step that was made, by the step's number from 1 on.
+        step: Steps made.
+        saved: Steps of the newest checkpoint.
+        is_done: Whether the job has made all its steps.
+        evaluation: The result of ``evaluate``.
+        seconds: Of the newest gang's latest steps, without its first one, which takes longer.
+        ends: The time of each gang's newest record, by the wall clock, and the steps made by then.
+    """
+
+    path: Path
+    losses: dict[int, float] = field(default_factory=dict)
+    step: int = 0
+    saved: int = 0
+    is_done: bool = False
+    evaluation: float | None = None
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    ends: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._reader = ProgressReader(self.path)
+        self._gang: int | None = None  # whose first step was made
+
+    def read_on(self) -> Track:
+        """Reads what has come since. Returns the track itself."""
+        for record in self._reader.read():
+            self._hear(record)
+        return self
+
+    def _hear(self, record: Mapping[str, Any]) -> None:
+        happened, self.step, gang = record["event"], int(record["step"]), int(record["gang"])
+        if happened == "opened":
+            self.seconds.clear()
+        elif happened == "step":
+            self.losses[self.step] = float(record["loss"])
+            if self._gang == gang:
+                self.seconds.append(float(record["seconds"]))
+            self._gang = gang
+        elif happened in ("saved", "done"):
+            self.saved = self.step
+        if happened == "done":
+            self.is_done, self.evaluation = True, record.get("evaluation")
+        self.ends[gang] = float(record["time"]), self.step

@@ -186,6 +186,7 @@ class Scheduler:
     Args:
         record: Called with each decision and its details, for the journal.
         planner: Makes the plans.
+        listen: Called with a job's name and each record of its progress.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class Scheduler:
         gangs: Iterator[int],
         record: Callable[..., None],
         planner: Planner = make_plan,
+        listen: Callable[[str, Mapping[str, Any]], None] = lambda job, record: None,
     ) -> None:
         self._cluster = cluster
         self._jobs = {job.name: job for job in jobs}
@@ -205,6 +207,7 @@ class Scheduler:
         self._record = record
         self._planner = planner
         self._running: dict[int, JobRecord] = {}  # by gang
+        self._listen = listen
         self._plan: FleetPlan | None = None
         self._nodes: dict[str, Node] = {}
         self._agenda = _Agenda(settings.interval)
@@ -379,6 +382,7 @@ class Scheduler:
 
     def _hear_progress(self, job: JobRecord, running: Running, record: Mapping[str, Any]) -> None:
         running.heard, running.opened = self._cluster.now(), True
+        self._listen(job.name, record)
         happened, step = record["event"], int(record["step"])
         made, job.step = step - job.step, step
         if happened == "step":

@@ -78,9 +78,17 @@ class Measured:
 
 def kind_of(job: Mapping[str, Any], node: Node) -> str:
     """What jobs that run alike have in common."""
+    return json.dumps([*_likeness(job), node.devices[0].kind()], sort_keys=True)
+
+
+def is_of_kind(job: Mapping[str, Any], kind: str) -> bool:
+    """Whether a job is of a kind, on whatever devices: a machine without them can tell."""
+    return bool(json.loads(kind)[:-1] == json.loads(json.dumps(_likeness(job))))
+
+
+def _likeness(job: Mapping[str, Any]) -> list[Any]:
     rest = {key: job[key] for key in ("model", "data", "loss", "exact", "delayed")}
-    numbers = {key: references.shape_of(job[key]) for key in ("optimizer", "schedule", "max_norm")}
-    return json.dumps([rest, numbers, node.devices[0].kind()], sort_keys=True)
+    return [rest, {key: references.shape_of(job[key]) for key in ("optimizer", "schedule", "max_norm")}]
 
 
 class Trials:
