@@ -60,3 +60,8 @@ def requests(fleet: Path) -> Iterator[Request]:
         found = json.loads(path.read_text())
         yield Request(wish=Wish(found["wish"]), name=found["name"], job=found["job"], parent=found["parent"])
         path.unlink()
+
+
+def is_asked(fleet: Path) -> bool:
+    """Whether requests wait."""
+    return any(True for _ in (fleet / _FOLDER).glob("*.json"))

@@ -93,6 +93,10 @@ class TimedSession(Session):
     def load(self, folder: Path) -> tuple[int, Any] | None:
         return None
 
+    @property
+    def trained(self) -> Sequence[Any]:
+        return ()
+
 
 def test_8_times_are_taken_when_the_device_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     technique, (device,) = Timed(), choose(1, "1MiB")

@@ -6,7 +6,7 @@ It knows neither processes nor clocks: a :class:`~hydra_ext.fleet.cluster.Cluste
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -31,11 +31,13 @@ class JobState(str, Enum):
     WAITING = "waiting"
     RUNNING = "running"
     MOVING = "moving"  # saves and ends, to go on with another option
+    STOPPING = "stopping"  # saves and ends, and does not go on
     DONE = "done"
+    STOPPED = "stopped"
     SET_ASIDE = "set aside"  # failed too often
 
 
-ENDED = (JobState.DONE, JobState.SET_ASIDE)
+ENDED = (JobState.DONE, JobState.STOPPED, JobState.SET_ASIDE)
 
 
 @dataclass
@@ -90,7 +92,12 @@ class JobRecord:
     last_devices: tuple[str, tuple[int, ...]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.seconds = [option.step_s for option in self.options]
+        self.take_options(self.options)
+
+    def take_options(self, options: Sequence[Option]) -> None:
+        """Takes the ways to run it, which trials have found."""
+        self.options = options
+        self.seconds = [option.step_s for option in options]
 
     @property
     def name(self) -> str:
@@ -181,12 +188,51 @@ class _Agenda:
         self._due = self._rested = now
 
 
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What is asked while jobs run.
+
+    Attributes:
+        name: Of the job.
+        added: A job that begins, or goes on after it had ended; None for one that is to stop.
+    """
+
+    name: str
+    added: JobRecord | None = None
+
+
+class Desk:
+    """Where the scheduler tells what happens, and asks what to change. This one asks for nothing.
+
+    Attributes:
+        every: Seconds between looks.
+    """
+
+    every = float("inf")
+
+    @property
+    def wants_all_devices(self) -> bool:
+        """Whether all running jobs are to save and end, and :meth:`Scheduler.run` to return."""
+        return False
+
+    def hear(self, job: str, record: Mapping[str, Any]) -> bool:
+        """Hears a record of a job's progress. Returns whether to stop the job."""
+        return False
+
+    def look(self, open_jobs: int) -> Iterable[Change]:
+        """The changes that have been asked for since."""
+        return ()
+
+    def ended(self, job: str, state: JobState) -> None:
+        """Hears that a job does not go on."""
+
+
 class Scheduler:
     """
     Args:
         record: Called with each decision and its details, for the journal.
         planner: Makes the plans.
-        listen: Called with a job's name and each record of its progress.
+        desk: Told what happens, and asked for changes.
     """
 
     def __init__(
@@ -198,7 +244,7 @@ class Scheduler:
         gangs: Iterator[int],
         record: Callable[..., None],
         planner: Planner = make_plan,
-        listen: Callable[[str, Mapping[str, Any]], None] = lambda job, record: None,
+        desk: Desk | None = None,
     ) -> None:
         self._cluster = cluster
         self._jobs = {job.name: job for job in jobs}
@@ -207,29 +253,80 @@ class Scheduler:
         self._record = record
         self._planner = planner
         self._running: dict[int, JobRecord] = {}  # by gang
-        self._listen = listen
+        self._desk = desk or Desk()
         self._plan: FleetPlan | None = None
         self._nodes: dict[str, Node] = {}
         self._agenda = _Agenda(settings.interval)
         self.plans = 0
 
+    def admit(self, jobs: Sequence[JobRecord]) -> None:
+        """Takes in jobs that begin, or go on after they had ended."""
+        for job in jobs:
+            self._jobs[job.name] = job
+        if jobs:
+            self._agenda.insist(self._cluster.now())
+
     def run(self) -> None:
-        """Runs all jobs until each is done or set aside, and its gang has ended.
+        """Runs all jobs until each has ended, with its gang; or until the desk wants all devices, and has them.
 
         Raises:
             StateError: Jobs are left and no node has the devices for them; all others have ended.
         """
         self._look_at_nodes()
+        self._look_at_desk()
         while self._open_jobs() or self._running:
-            if self._plan is None or self._cluster.now() >= self._agenda.next:
+            if self._desk.wants_all_devices:
+                self._clear()
+                if not self._running:
+                    return
+            elif self._plan is None or self._cluster.now() >= self._agenda.next:
                 self._make_plan()
-            self._dispatch()
-            if not self._running:
-                raise self._too_large()
+            if not self._desk.wants_all_devices:
+                self._dispatch()
+                if not self._running:
+                    raise self._too_large()
             for event in self._cluster.wait(self._seconds_to_wait()):
                 self._hear(event)
             self._look_for_hanging()
             self._look_at_nodes()
+            self._look_at_desk()
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def _look_at_desk(self) -> None:
+        for change in self._desk.look(len(self._open_jobs())):
+            if change.added is not None:
+                self.admit([change.added])
+            elif change.name in self._jobs:
+                self._stop(self._jobs[change.name])
+            else:
+                logger.warning("there is no job %s to stop", change.name)
+
+    def _stop(self, job: JobRecord) -> None:
+        if job.state in ENDED or job.state is JobState.STOPPING:
+            return
+        if job.running is None:
+            self._end(job, JobState.STOPPED)
+            return
+        if job.state is JobState.RUNNING:
+            self._cluster.stop(job.running.gang)
+        job.state = JobState.STOPPING
+
+    def _end(self, job: JobRecord, state: JobState) -> None:
+        """A job does not go on."""
+        job.state = state
+        if state is JobState.STOPPED:
+            self._record("stopped", job=job.name, at=self._cluster.now(), step=job.step)
+            self._agenda.hurry(self._cluster.now())
+        self._desk.ended(job.name, state)
+
+    def _clear(self) -> None:
+        """Asks all gangs to save and end; their jobs wait then."""
+        for gang, job in self._running.items():
+            if job.state is JobState.RUNNING:
+                job.state = JobState.MOVING
+                self._cluster.stop(gang)
+        self._plan = None
 
     # ---- planning ---------------------------------------------------------------------------------------------------
 
@@ -351,7 +448,7 @@ class Scheduler:
 
     def _seconds_to_wait(self) -> float:
         """Until the next plan is due, or a job may hang."""
-        moments = [self._agenda.next]
+        moments = [self._agenda.next, self._cluster.now() + self._desk.every]
         moments += [self._limit(job) for job in self._running.values()]
         return max(0.0, min(moments) - self._cluster.now())
 
@@ -382,7 +479,6 @@ class Scheduler:
 
     def _hear_progress(self, job: JobRecord, running: Running, record: Mapping[str, Any]) -> None:
         running.heard, running.opened = self._cluster.now(), True
-        self._listen(job.name, record)
         happened, step = record["event"], int(record["step"])
         made, job.step = step - job.step, step
         if happened == "step":
@@ -398,6 +494,8 @@ class Scheduler:
         elif happened == "done":
             job.state = JobState.DONE
             job.evaluation = record.get("evaluation")
+        if self._desk.hear(job.name, record) and job.state is not JobState.DONE:
+            self._stop(job)
 
     def _hear_end(self, job: JobRecord, running: Running, failure: Failure | None) -> None:
         job.running = None
@@ -418,11 +516,13 @@ class Scheduler:
         )
         if not self._is_as_planned(job, now):
             self._agenda.hurry(now)
-        if job.state is JobState.DONE:
+        if failure is not None and job.state is not JobState.DONE:
+            job.step = job.saved
+        if job.state in (JobState.DONE, JobState.STOPPING):
+            self._end(job, JobState.DONE if job.state is JobState.DONE else JobState.STOPPED)
             return
         job.state = JobState.WAITING
         if failure is not None:
-            job.step = job.saved
             self._agenda.hurry(now)
             self._hear_failure(job, running, failure)
 
@@ -438,8 +538,8 @@ class Scheduler:
             return
         job.failures.append(failure.message)
         if len(job.failures) >= MOST_FAILURES:
-            job.state = JobState.SET_ASIDE
             self._record("set aside", job=job.name, failures=job.failures, trace=failure.trace)
+            self._end(job, JobState.SET_ASIDE)
 
     def _is_as_planned(self, job: JobRecord, now: float) -> bool:
         """Whether a job has ended about when the plan says, and others wait for its devices: the plan still holds."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
@@ -42,7 +44,7 @@ class Offloading(Technique):
         optimizer = build_optimizer(job, model.parameters())
         schedule = build_schedule(job, optimizer)
         with offload(model, optimizer, budget=gang.device.budget, device=gang.device.given) as run:
-            yield OffloadSession(job, run, schedule, gang)
+            yield OffloadSession(job, run, (optimizer, schedule), gang)
 
 
 class DataParallel(Offloading):
@@ -66,10 +68,13 @@ class DataParallel(Offloading):
 
 
 class OffloadSession(Session):
-    def __init__(self, job: Job, run: Run, schedule: Any, gang: Gang) -> None:
+    trained: Sequence[tuple[Optimizer, LRScheduler | None]] = ()
+
+    def __init__(self, job: Job, run: Run, trained: tuple[Optimizer, LRScheduler | None], gang: Gang) -> None:
         self._job = job
         self._run = run
-        self._schedule = schedule
+        self.trained = [trained]
+        _, self._schedule = trained
         self._gang = gang
 
     def step(self, microbatches: Sequence[Any], seeds: Sequence[int]) -> float:

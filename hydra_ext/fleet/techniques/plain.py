@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.blocks import discover
 from hydra_ext.checkpoint import choosing, loading, saving
@@ -114,6 +116,10 @@ class PlainSession(Session):
             found = loading.loaded(reader)
             self._steps = found.step
             return found.step, found.extra
+
+    @property
+    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
+        return [(self.optimizer, self.schedule)]
 
     def _training(self) -> Training:
         return Training(

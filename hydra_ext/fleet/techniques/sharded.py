@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.blocks import discover
 from hydra_ext.fleet.devices import Device
@@ -126,6 +128,10 @@ class ShardedSession(Session):
         if self.schedule is not None and twin.schedule is not None:
             self.schedule.load_state_dict(twin.schedule.state_dict())
         return found
+
+    @property
+    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
+        return [(self.optimizer, self.schedule)]
 
     # ---- a whole copy -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
@@ -112,6 +114,10 @@ class StagedSession(Session):
     def load(self, folder: Path) -> tuple[int, Any] | None:
         found = self._pipe.load(folder, schedule=self._helpers())
         return None if found is None else (found.step, found.extra)
+
+    @property
+    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
+        return list(zip(self._pipe.optimizers, self._schedules, strict=True))
 
     def _helpers(self) -> list[Any] | None:
         return None if self._job.schedule is None else self._schedules

@@ -31,10 +31,19 @@ def slowly(model: nn.Module, microbatch: tuple[Tensor, Tensor], *, seconds: floa
     return trainings.loss(model, microbatch)
 
 
+SLOW = partial(slowly, seconds=0.02)
+
+
+def two_jobs() -> list[Job]:
+    return [
+        trainings.job("parent", steps=40, schedule=None, max_norm=None, loss=SLOW),
+        trainings.job("other", steps=200, loss=SLOW),
+    ]
+
+
 def three_jobs() -> list[Job]:
-    slow = partial(slowly, seconds=0.02)
     steps = {"short": 4, "long": 100, "other": 20}
-    return [trainings.job(name, loss=slow, steps=count) for name, count in steps.items()]
+    return [trainings.job(name, loss=SLOW, steps=count) for name, count in steps.items()]
 
 
 def twelve_jobs() -> list[Job]:

@@ -340,5 +340,5 @@ class VirtualCluster:
 
 
 def _node(name: str, devices: int) -> Node:
-    device = Device(card=None, simulated=SimulatedDevice(), budget=1)
+    device = Device(name="simulated", card=None, simulated=SimulatedDevice(), budget=1)
     return Node(name=name, devices=(device,) * devices)
