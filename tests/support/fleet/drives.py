@@ -46,6 +46,10 @@ def three_jobs() -> list[Job]:
     return [trainings.job(name, loss=SLOW, steps=count) for name, count in steps.items()]
 
 
+def long_jobs() -> list[Job]:
+    return [trainings.job(f"long-{i}", loss=SLOW, steps=200, seed=i) for i in range(3)]
+
+
 def twelve_jobs() -> list[Job]:
     slow = partial(slowly, seconds=0.01)
     return [trainings.job(f"job-{i}", loss=slow, steps=60 + 5 * i, seed=i, lr=1e-3 * (i + 1)) for i in range(12)]

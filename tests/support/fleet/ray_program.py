@@ -19,6 +19,7 @@ from hydra_ext.errors import InvalidDevice
 from hydra_ext.fleet import Fleet
 from hydra_ext.fleet.cluster.ray_cluster import RayCluster
 from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.journal import read_only
 from hydra_ext.policy import SimulatedDevice
 from support.fleet import drives
 from support.fleet.comparison import assert_as_alone
@@ -32,9 +33,9 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     try:
-        victim, _ = cluster.add_node(**NODE), cluster.add_node(**NODE)
-        jobs = drives.three_jobs()
-        killer = threading.Thread(target=kill_when_all_have_saved, args=(cluster, victim, folder))
+        nodes = [cluster.add_node(**NODE) for _ in range(2)]
+        jobs = drives.long_jobs()
+        killer = threading.Thread(target=kill_when_all_have_saved, args=(cluster, nodes, folder))
         killer.start()
         fleet = Fleet(folder, devices=[SimulatedDevice()], address=cluster.address, budget="1MiB")
         results = fleet.run(jobs, techniques=["plain"], interval=0.1)
@@ -46,10 +47,11 @@ def main(folder: Path) -> None:
         cluster.shutdown()
 
 
-def kill_when_all_have_saved(cluster: Any, node: Any, folder: Path) -> None:
-    names = [job.name for job in drives.three_jobs()]
+def kill_when_all_have_saved(cluster: Any, nodes: list[Any], folder: Path) -> None:
+    names = [job.name for job in drives.long_jobs()]
     drives.wait_until(lambda: all("saved" in events(folder / name) for name in names))
-    cluster.remove_node(node, allow_graceful=False)
+    starts = {entry["node"] for entry in read_only(folder) if entry["event"] == "start"}
+    cluster.remove_node(next(node for node in nodes if node.node_id in starts), allow_graceful=False)
 
 
 def refused(address: str) -> str:
