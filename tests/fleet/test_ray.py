@@ -42,7 +42,7 @@ def test_a_node_is_killed_in_the_middle(tmp_path: Path, short_folder: str) -> No
     """Its job goes on elsewhere, and all jobs end with the numbers of each alone."""
     told = told_by("support.fleet.ray_program", tmp_path / "fleet", short_folder)
     failures = [failure for _, failure in told["stretches"]]
-    assert failures.count("its node or its host process went away") == 1
+    assert "its node or its host process went away" in failures
     assert len({node for node, _ in told["stretches"]}) == 3
     assert "has the resource 'GPU': start nodes with GPUs" in told["refused"]
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 RESOURCE = "hydra_device"  # what a node calls its simulated devices
 _GPU = "GPU"
+_GONE = "its node or its host process went away"
 _POLL = 0.2  # seconds that an actor waits for news, so that it can be asked to stop meanwhile
 
 
@@ -56,11 +57,13 @@ class _Gang:
     """A gang that runs, or waits for its devices.
 
     Attributes:
+        node: Where it runs, or will run.
         host: Its actor.
         group: Its placement group.
         news: What the actor was asked last.
     """
 
+    node: str
     host: Any
     group: Any
     news: Any
@@ -127,7 +130,7 @@ class RayCluster:
             )
             .remote(replace(order, devices=own).describe())
         )
-        self._gangs[order.gang] = _Gang(host, group, host.news.remote())
+        self._gangs[order.gang] = _Gang(node, host, group, host.news.remote())
 
     def stop(self, gang: int) -> None:
         if gang in self._gangs:
@@ -139,6 +142,7 @@ class RayCluster:
             self._lost.append(Ended(gang=gang, failure=Failure(message="the fleet has killed it", is_lost=True)))
 
     def wait(self, seconds: float) -> Sequence[Event]:
+        self._lose_gangs_of_gone_nodes()
         events: list[Event] = [*self._lost]
         self._lost.clear()
         asked = {gang.news: number for number, gang in self._gangs.items()}
@@ -156,10 +160,9 @@ class RayCluster:
         try:
             events = self._ray.get(gang.news)
         except self._ray.exceptions.RayActorError as error:
-            node = "its node or its host process went away"
             logger.warning("gang %d is lost: %s", number, error)
             self._release(number)
-            yield Ended(gang=number, failure=Failure(message=node, is_lost=True))
+            yield Ended(gang=number, failure=Failure(message=_GONE, is_lost=True))
             return
         except self._ray.exceptions.RayTaskError as error:
             self._release(number)
@@ -170,6 +173,13 @@ class RayCluster:
             self._release(number)
         else:
             gang.news = gang.host.news.remote()
+
+    def _lose_gangs_of_gone_nodes(self) -> None:
+        """A gang that waits for a node which has gone would wait for ever."""
+        there = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        for number in [number for number, gang in self._gangs.items() if gang.node not in there]:
+            self._release(number)
+            self._lost.append(Ended(gang=number, failure=Failure(message=_GONE, is_lost=True)))
 
     def _release(self, number: int) -> None:
         from ray.util.placement_group import remove_placement_group

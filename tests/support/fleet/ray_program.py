@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,21 @@ from support.fleet.comparison import assert_as_alone
 from support.fleet.drives import events
 
 NODE = {"num_cpus": 1, "resources": {"hydra_device": 1}, "object_store_memory": 80 * 2**20}
+LOOK = 0.05
 CARD = Device(name="a card", card=0, simulated=None, budget=2**30)
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    # A node counts as gone after a second and a half.
+    health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    head = {**NODE, "include_dashboard": False, "_system_config": health}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         nodes = [cluster.add_node(**NODE) for _ in range(2)]
         jobs = drives.long_jobs()
-        killer = threading.Thread(target=kill_when_all_have_saved, args=(cluster, nodes, folder))
+        killer = threading.Thread(target=kill_one, args=(cluster, nodes, folder))
+        killer.daemon = True  # it ends with the program, also if that fails
         killer.start()
         fleet = Fleet(folder, devices=[SimulatedDevice()], address=cluster.address, budget="1MiB")
         results = fleet.run(jobs, techniques=["plain"], interval=0.1)
@@ -47,11 +53,17 @@ def main(folder: Path) -> None:
         cluster.shutdown()
 
 
-def kill_when_all_have_saved(cluster: Any, nodes: list[Any], folder: Path) -> None:
-    names = [job.name for job in drives.long_jobs()]
-    drives.wait_until(lambda: all("saved" in events(folder / name) for name in names))
-    starts = {entry["node"] for entry in read_only(folder) if entry["event"] == "start"}
-    cluster.remove_node(next(node for node in nodes if node.node_id in starts), allow_graceful=False)
+def kill_one(cluster: Any, nodes: list[Any], folder: Path) -> None:
+    """Kills a node once a job there has saved a checkpoint."""
+    by_name = {node.node_id: node for node in nodes}
+    while True:
+        entries = read_only(folder) if (folder / "journal.jsonl").exists() else []
+        starts = [entry for entry in entries if entry["event"] == "start" and entry["node"] in by_name]
+        saved = [entry for entry in starts if "saved" in events(folder / entry["job"])]
+        if saved:
+            cluster.remove_node(by_name[saved[0]["node"]], allow_graceful=False)
+            return
+        time.sleep(LOOK)
 
 
 def refused(address: str) -> str:
