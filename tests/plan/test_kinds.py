@@ -53,7 +53,7 @@ UNITS: Problem = {
     "devices": 2,
     "jobs": [
         {"name": "a", "units": [[2.0, 0], [4.0, 1, 5.0]]},
-        {"name": "b", "unit_seconds": [3.0, 3.0]},
+        {"name": "b", "units": [[3.0, 0], [3.0, 0]]},
     ],
 }
 PROBLEMS = {

@@ -1,9 +1,9 @@
 #include "csrc/plan/units/unit_simulation.h"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <queue>
-#include <set>
 #include <tuple>
 
 #include "csrc/plan/units/unit_bound.h"
@@ -20,9 +20,8 @@ class Simulation {
         turns_(static_cast<std::size_t>(batch.devices)) {
     schedule_.runs.resize(turns_.size());
     schedule_.busy_seconds.resize(turns_.size());
-    for (std::size_t device = 0; device < turns_.size(); ++device) {
-      idle_.insert(device);
-    }
+    free_.resize(turns_.size());
+    std::iota(free_.begin(), free_.end(), std::size_t{0});
   }
 
   UnitSchedule run() {
@@ -71,45 +70,36 @@ class Simulation {
     free_.push_back(device);
   }
 
-  /// Those that have just become free come first: their shards are there.
+  /// A device that finds nothing is done: no more jobs are left than other devices run.
   void serve(double now) {
     for (const std::size_t device : free_) {
-      if (!start(device, now)) {
-        idle_.insert(device);
+      if (const std::optional<UnitTurn> turn = scheduler_.next(device, now)) {
+        begin(device, *turn, now);
       }
-    }
-    while (!idle_.empty() && start(*idle_.begin(), now)) {
-      idle_.erase(idle_.begin());
     }
   }
 
-  bool start(std::size_t device, double now) {
-    const std::optional<UnitTurn> turn = scheduler_.next(device, now);
-    if (!turn) {
-      return false;
-    }
+  void begin(std::size_t device, const UnitTurn& turn, double now) {
     std::vector<UnitRun>& runs = schedule_.runs[device];
-    const bool goes_on = !runs.empty() && runs.back().job == turn->job && runs.back().last + 1 == turn->unit &&
-                         turns_[device].end == turn->begin;
+    const bool goes_on = !runs.empty() && runs.back().job == turn.job && runs.back().last + 1 == turn.unit &&
+                         turns_[device].end == turn.begin;
     if (goes_on) {
       ++runs.back().last;
     } else {
-      runs.push_back({turn->job, turn->unit, turn->unit, turn->begin});
+      runs.push_back({turn.job, turn.unit, turn.unit, turn.begin});
     }
-    schedule_.busy_seconds[device] += turn->end - turn->begin;
-    schedule_.stalled_seconds += turn->begin - now;
-    turns_[device] = *turn;
-    events_.push(has_link_ ? Event{turn->begin, true, device} : Event{turn->end, false, device});
-    return true;
+    schedule_.busy_seconds[device] += turn.end - turn.begin;
+    schedule_.stalled_seconds += turn.begin - now;
+    turns_[device] = turn;
+    events_.push(has_link_ ? Event{turn.begin, true, device} : Event{turn.end, false, device});
   }
 
   UnitScheduler scheduler_;
   bool has_link_;
   std::vector<UnitTurn> turns_;  // the last one of each device
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
-  std::vector<std::size_t> free_;  // since now
+  std::vector<std::size_t> free_;  // now, in their order
   std::vector<std::size_t> ends_;
-  std::set<std::size_t> idle_;  // longer
   UnitSchedule schedule_;
 };
 

@@ -217,6 +217,11 @@ TEST(UnitBound, OfOneDeviceJoinsComputeAndLoads) {
   EXPECT_EQ(bound_of(loads), 60 + 4);
 }
 
+TEST(UnitBound, OfSeveralDevicesHasTheirLinksToo) {
+  const UnitBatch batch{2, 0.1, {{"a", {{5, 0, 2}, {5, 1, 3}}, 1}, {"b", {{4, 0, 1}, {4, 1, 2}}, 1}}};
+  EXPECT_EQ(bound_of(batch), (20 + 30 + 10 + 20) / 2.0);
+}
+
 TEST(UnitSimulation, SchedulesRunEveryUnitOnceInItsJobsOrder) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     const UnitBatch batch = random_batch(seed, 1 + seed % 4, 1 + seed % 7, 6, seed % 2 == 0);
@@ -357,6 +362,30 @@ TEST(UnitScheduler, ADeviceWithNothingElseTakesWhatAnotherWasPromised) {
   EXPECT_EQ(taken->begin, 12);  // its shard is on the other device
   scheduler.finished(0);
   EXPECT_FALSE(scheduler.next(0, 10).has_value());
+}
+
+TEST(UnitScheduler, LoadsOfADeviceFollowEachOther) {
+  const UnitBatch batch{2, 1.0, {{"a", {{4, 0, 0}, {4, 1, 5}}, 1}, {"b", {{4, 0, 0}}, 1}, {"c", {{4, 0, 10}}, 1}}};
+  UnitScheduler scheduler(batch, UnitPolicy::kRoundRobin);
+  ASSERT_EQ(scheduler.next(0, 0)->job, 0U);
+  ASSERT_EQ(scheduler.next(1, 0)->job, 1U);
+  ASSERT_EQ(scheduler.ahead(0, 0), 2U);  // until 10
+  scheduler.finished(1);
+  ASSERT_EQ(scheduler.next(1, 4)->job, 2U);
+  scheduler.finished(0);
+  EXPECT_EQ(scheduler.next(0, 4)->begin, 15);
+  EXPECT_EQ(scheduler.load_seconds(), 10 + 10 + 5);
+}
+
+TEST(UnitScheduler, AShardThatWasUsedElsewhereIsLoadedAgain) {
+  UnitScheduler scheduler({2, 1.0, {{"a", {{4, 0, 3}}, 4}}}, UnitPolicy::kLongest);
+  ASSERT_EQ(scheduler.next(0, 0)->begin, 3);
+  scheduler.finished(0);
+  ASSERT_EQ(scheduler.next(1, 10)->begin, 13);
+  scheduler.finished(1);
+  EXPECT_EQ(scheduler.next(0, 20)->begin, 23);
+  scheduler.finished(0);
+  EXPECT_EQ(scheduler.next(0, 30)->begin, 30);
 }
 
 TEST(UnitScheduler, SaysWhichCallIsMissing) {
