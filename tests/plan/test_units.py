@@ -166,6 +166,20 @@ class TestOnline:
         scheduler.finished(0)
         assert scheduler.next(0, 4.0) == (1, 0, 4.0, 5.0)
 
+    def test_a_call_out_of_turn_is_refused_and_changes_nothing(self) -> None:
+        scheduler = _C.UnitScheduler(1, [("a", [(1.0, 0, 0.0)], 2)], link=None, policy=POLICIES["lrtf"], seed=0)
+        with pytest.raises(PlanError, match=r"device 0 runs no unit: call next\(\) first"):
+            scheduler.finished(0)
+        scheduler.next(0, 0.0)
+        with pytest.raises(PlanError, match=r"device 0 runs a unit: call finished\(\) first"):
+            scheduler.next(0, 0.0)
+        with pytest.raises(PlanError, match="there is no device 1: give a number below 1"):
+            scheduler.next(1, 0.0)
+        with pytest.raises(PlanError, match="there is no job 1: give a number below 1"):
+            scheduler.remaining(1)
+        scheduler.finished(0)
+        assert scheduler.units_left == 1
+
 
 class TestHydrasCells:
     @pytest.mark.parametrize("equal", [True, False])
@@ -248,20 +262,6 @@ class TestKnownDefects:
         assert scheduler.remaining(0) == 6.0
         assert scheduler.remaining(1) == 4.0
         assert scheduler.next(0, 0.0) == (0, 0, 1.0, 4.0)
-
-    def test_a_call_out_of_turn_is_an_error_and_hangs_nothing(self) -> None:
-        scheduler = _C.UnitScheduler(1, [("a", [(1.0, 0, 0.0)], 2)], link=None, policy=POLICIES["lrtf"], seed=0)
-        with pytest.raises(PlanError, match=r"device 0 runs no unit: call next\(\) first"):
-            scheduler.finished(0)
-        scheduler.next(0, 0.0)
-        with pytest.raises(PlanError, match=r"device 0 runs a unit: call finished\(\) first"):
-            scheduler.next(0, 0.0)
-        with pytest.raises(PlanError, match="there is no device 1: give a number below 1"):
-            scheduler.next(1, 0.0)
-        with pytest.raises(PlanError, match="there is no job 1: give a number below 1"):
-            scheduler.remaining(1)
-        scheduler.finished(0)
-        assert scheduler.units_left == 1
 
 
 def test_a_plan_has_runs_of_units_without_a_wait() -> None:

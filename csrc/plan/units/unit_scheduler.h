@@ -9,11 +9,12 @@
 //
 // [Note: critical jobs] A job is critical if its remaining time exceeds the mean of what all devices have left: then
 // it alone decides when the last unit ends, and has to run now. As long as no job is critical, every choice that keeps
-// devices busy ends equally early. So kLongestResident stays with the resident shard until another job is critical.
+// devices busy ends equally early, to within a unit. So kLongestResident stays with the resident shard until another
+// job is critical.
 //
-// No device finds nothing in next() while a unit is eligible. A call is O(log n + P) for n jobs and P devices.
-// Times that next() tells are foreseen ones; no decision depends on them. Threads: one. Units are those of
-// unit_batch.h.
+// No device finds nothing in next() while a unit is eligible. A call is O(log n) for n jobs, and with a link O(P) more
+// for P devices. Times that next() tells are foreseen ones; no decision depends on them. Threads: one. Units are those
+// of unit_batch.h.
 #pragma once
 
 #include <cstddef>
