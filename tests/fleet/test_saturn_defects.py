@@ -1,4 +1,4 @@
-"""What is wrong in the executor that Saturn's authors released, one test each. tests/plan/test_spase.py has its solver."""
+"""What is wrong in the executor that Saturn's authors released, one test each. Its solver: tests/plan/test_spase.py."""
 
 from __future__ import annotations
 

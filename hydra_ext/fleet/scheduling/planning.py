@@ -17,7 +17,7 @@ from hydra_ext.plan import solve
 
 _LEAST_GAIN = 0.01  # of the makespan: a plan that gains less is within what estimates are wrong by
 _CHANGES = 40  # for each job, that are tried to improve a plan
-_MOST_PLACED = 50_000  # jobs placed in all these, which takes a few tenths of a second
+_MOST_PLACED = 30_000  # jobs placed in all these, which takes a few tenths of a second
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,23 +138,21 @@ class JobRecord:
 
     def _choice(self, number: int, left: int, interval: float) -> Choice:
         """From a gang's start on."""
-        option = self.options[number]
-        steps = left * self.seconds[number]
-        return Choice(
-            devices=option.devices, seconds=max(option.open_s + steps + _saving(option, steps, interval), _SHORTEST)
-        )
+        option, step = self.options[number], self.seconds[number]
+        seconds = option.open_s + left * step + option.save_s * _saves(left * step, step, interval)
+        return Choice(devices=option.devices, seconds=max(seconds, _SHORTEST))
 
     def _going_on(self, left: int, running: Running, since: float, interval: float) -> Choice:
         option, step = self.options[running.option], self.seconds[running.option]
         steps = left * step - (min(since, step) if running.opened and left else 0.0)
         opening = 0.0 if running.opened else max(0.0, option.open_s - since)
-        saving = _saving(option, steps, interval) if left else max(0.0, option.save_s - since)
+        saving = option.save_s * _saves(steps, step, interval) if left else max(0.0, option.save_s - since)
         return Choice(devices=option.devices, seconds=max(opening + steps + saving, _SHORTEST))
 
 
-def _saving(option: Option, steps: float, interval: float) -> float:
-    """Seconds of checkpoints in so many seconds of steps, and of the last one."""
-    return option.save_s * (1 + steps / interval)
+def _saves(steps: float, step: float, interval: float) -> float:
+    """Checkpoints in so many seconds of steps, and the last one; there is one between two steps at most."""
+    return 1 + steps / max(interval, step)
 
 
 class _Agenda:
