@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hydra_ext
 
 LENGTH = 48  # bytes of a line of text
+BUDGET = "12MiB"  # of a device
 
 
 class Block(nn.Module):
@@ -91,7 +92,7 @@ def jobs(steps: int = 25) -> list[hydra_ext.Job]:
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "fleet_sweep")
-    fleet = hydra_ext.Fleet(folder, devices=2, budget="12MiB")
+    fleet = hydra_ext.Fleet(folder, devices=2, budget=BUDGET)
     results = fleet.resume() if folder.exists() else fleet.run(jobs())
     print(results)
     fleet.write_report(folder / "report.html")

@@ -16,6 +16,7 @@ from typing import Any
 import hydra_ext
 import hydra_ext.codec
 import hydra_ext.errors
+import hydra_ext.fleet
 import hydra_ext.optim
 import hydra_ext.plan
 import hydra_ext.schedule
@@ -26,6 +27,7 @@ MODULES = (
     hydra_ext,
     hydra_ext.codec,
     hydra_ext.errors,
+    hydra_ext.fleet,
     hydra_ext.optim,
     hydra_ext.plan,
     hydra_ext.schedule,

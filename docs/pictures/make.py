@@ -1,11 +1,11 @@
 """Makes the pictures of the pages: ``python docs/pictures/make.py [NAME ...] [--into FOLDER]``.
 
-Names are architecture, layers, lanes, versions and plan.
+Names are architecture, layers, lanes, versions, plan and fleet.
 
 ``lanes`` trains a small model on the simulated device, under a budget and over a link of a chosen speed. It draws the
 trace of the shortest of six steps twice: the work of each lane (lanes.png), and the bytes on the device (budget.png).
 Times depend on the machine that it runs on. ``layers`` and ``versions`` draw tables of the code, and
-``plan`` a plan of the guide.
+``plan`` a plan of the guide. ``fleet`` runs the jobs of examples/fleet_sweep.py.
 
 It needs hydra_ext and matplotlib.
 """
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.cli.plan_picture import draw as draw_plan
+from hydra_ext.fleet import history
+from hydra_ext.fleet.reporting import bars
 from hydra_ext.schedule import ActionKind
 
 HERE = Path(__file__).resolve().parent
@@ -394,7 +398,55 @@ def plan() -> None:
     draw_plan(found, _into / "plan.png")
 
 
-PICTURES = {"architecture": architecture, "layers": layers, "lanes": lanes, "versions": versions, "plan": plan}
+# ---- a fleet --------------------------------------------------------------------------------------------------------
+def fleet() -> None:
+    """Of the jobs of examples/fleet_sweep.py: what was planned first, and what happened."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    sweep = importlib.import_module("fleet_sweep")
+    with tempfile.TemporaryDirectory() as folder:
+        hydra_ext.Fleet(folder, devices=2, budget=sweep.BUDGET).run(sweep.jobs())
+        past = history.load(Path(folder))
+    panels = {"planned at first": bars.planned(past), "what happened": bars.real(past)}
+    rows = bars.rows(past, [bar for panel in panels.values() for bar in panel])
+    jobs = list(past.jobs)
+    figure, both = pyplot.subplots(2, sharex=True, figsize=(10.2, 3.2), layout="constrained")
+    for axes, (heading, panel) in zip(both, panels.items(), strict=True):
+        axes.barh(range(len(rows)), past.plans[0].at, height=1.0, color=LIGHT)
+        axes.text(past.plans[0].at / 2, (len(rows) - 1) / 2, "trials", ha="center", va="center", fontsize=8, color=GREY)
+        for bar in panel:
+            _draw_stretch(axes, rows.index(bar.row), bar, BLOCK_COLOURS[jobs.index(bar.job)])
+        axes.set_yticks(range(len(rows)), [f"{node}:{device}" for node, device in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.tick_params(labelsize=8, length=2)
+        axes.set_title(heading, fontsize=9, loc="left")
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    axes.set_xlim(0, max(bar.end for panel in panels.values() for bar in panel) * 1.01)
+    axes.set_xlabel("seconds from the fleet's beginning", fontsize=8)
+    figure.legend(
+        handles=[Patch(facecolor=BLOCK_COLOURS[number], label=job) for number, job in enumerate(jobs)],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
+    _save(figure, "fleet")
+
+
+def _draw_stretch(axes: Any, row: int, bar: bars.Bar, colour: str) -> None:
+    axes.barh(row, bar.end - bar.start, left=bar.start, height=0.72, color=colour, edgecolor="white", linewidth=0.8)
+    if bar.failure is not None:
+        axes.plot(bar.end, row, marker="x", color=RED, markersize=7)
+
+
+PICTURES = {
+    "architecture": architecture,
+    "layers": layers,
+    "lanes": lanes,
+    "versions": versions,
+    "plan": plan,
+    "fleet": fleet,
+}
 
 
 def main() -> None:

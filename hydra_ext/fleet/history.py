@@ -17,6 +17,21 @@ from hydra_ext.fleet.scheduling.trials import Measured, is_of_kind
 FLEET_ENDED = "the fleet's process had ended"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A job was asked to save and to go on in another way.
+
+    Attributes:
+        at: Seconds from the fleet's beginning.
+        technique: What it goes on with.
+        devices: Number of devices that it goes on with.
+    """
+
+    at: float
+    technique: str
+    devices: int
+
+
 @dataclass
 class JobHistory:
     """One job's past.
@@ -26,6 +41,7 @@ class JobHistory:
         folder: Of its checkpoints and progress.
         track: What its progress file says.
         stretches: In order. The last one is not over if the job runs at this moment.
+        moves: In order.
         failures: Why it was set aside; empty if it was not.
         is_running: Whether it has devices at this moment.
         is_moving: Whether it saves, to go on with another option.
@@ -36,6 +52,7 @@ class JobHistory:
     folder: Path
     track: Track
     stretches: list[Stretch] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     failures: tuple[str, ...] = ()
     is_running: bool = False
     is_moving: bool = False
@@ -96,22 +113,6 @@ class PastPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
-    """A job was asked to save and to go on in another way.
-
-    Attributes:
-        at: Seconds from the fleet's beginning.
-        technique: What it goes on with.
-        devices: Number of devices that it goes on with.
-    """
-
-    job: str
-    at: float
-    technique: str
-    devices: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class History:
     """A fleet's past.
 
@@ -119,7 +120,6 @@ class History:
         jobs: By name.
         measured: What trials have measured, by kind of job.
         plans: In order.
-        moves: In order.
         devices: Number of the fleet's devices.
         seconds: From its beginning to now, or to its newest sign, without the times when it did not run.
         next_gang: A number that no gang has had.
@@ -130,7 +130,6 @@ class History:
     jobs: Mapping[str, JobHistory]
     measured: Mapping[str, Measured]
     plans: Sequence[PastPlan]
-    moves: Sequence[Move]
     devices: int
     seconds: float
     next_gang: int
@@ -191,7 +190,6 @@ class _Reading:
         self._devices = len(first["devices"])
         self._measured: dict[str, Measured] = {}
         self._plans: list[PastPlan] = []
-        self._moves: list[Move] = []
         self._open: dict[int, Mapping[str, Any]] = {}  # entries of starts, by gang
         self._options: dict[str, list[tuple[str, int]]] = {}  # techniques and devices by job, as plans number them
         self._moments = [(float(first["time"]), 0.0)]  # wall clock, and seconds from the fleet's beginning
@@ -212,8 +210,9 @@ class _Reading:
             self._plans.append(self._plan(entry))
         elif event == "move":
             technique, devices = self._option(entry["job"], entry["option"])
-            self._moves.append(Move(job=entry["job"], at=entry["at"], technique=technique, devices=devices))
-            self._jobs[entry["job"]].is_moving = True
+            job = self._jobs[entry["job"]]
+            job.moves.append(Move(at=entry["at"], technique=technique, devices=devices))
+            job.is_moving = True
         elif event == "start":
             self._gang = max(self._gang, int(entry["gang"]))
             self._open[entry["gang"]] = entry
@@ -244,7 +243,6 @@ class _Reading:
             jobs=self._jobs,
             measured=self._measured,
             plans=self._plans,
-            moves=self._moves,
             devices=self._devices,
             seconds=max(seconds, *ends) if ends else seconds,
             next_gang=self._gang + 1,
@@ -283,12 +281,13 @@ class _Reading:
         for gang, begun in self._open.items():
             job, start = self._jobs[begun["job"]], float(begun["at"])
             time, step = job.track.ends.get(gang, (None, job.track.saved))
-            if now is not None:
+            if now is not None and not job.is_done:
                 job.is_running = True
                 job.stretches.append(_stretch(begun, max(start, self._seconds_at(now)), job.track.step, None))
                 continue
             end = start if time is None else max(start, self._seconds_at(time))
-            job.stretches.append(_stretch(begun, end, step, FLEET_ENDED))
+            is_whole = job.is_done and job.track.gang == gang  # only its processes have not ended
+            job.stretches.append(_stretch(begun, end, step, None if is_whole else FLEET_ENDED))
             job.is_moving = False
         self._open.clear()
 

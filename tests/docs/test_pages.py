@@ -27,6 +27,7 @@ LONG = {
     "README.md",
     "docs/guide/data-parallel.md",
     "docs/guide/does-my-model-fit.md",
+    "docs/guide/fleet.md",
     "docs/guide/pipeline.md",
     "docs/reference/schedule-text.md",
 }

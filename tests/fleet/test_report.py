@@ -78,7 +78,7 @@ def test_the_page_needs_nothing_else_and_has_a_text_for_each_picture(tmp_path: P
         attributes["id"]: inner for attributes, inner in (*elements.of("title"), *elements.of("desc")) if attributes
     }
     pictures = [attributes for attributes, _ in elements.of("svg")]
-    assert len(pictures) == 2 + 4  # two charts, and a sample of each job's line
+    assert len(pictures) == 2 + 4 + 4  # two charts, and samples of each job's bars and line
     for attributes in pictures:
         if attributes.get("aria-hidden") != "true":
             assert attributes["role"] == "img"
@@ -220,7 +220,6 @@ def test_a_plan_has_room_on_the_devices_that_there_are(jobs: list[tuple[int, flo
         jobs={},
         measured={},
         plans=[PastPlan(at=0.0, end=plan.makespan, jobs=foreseen)],
-        moves=[],
         devices=4,
         seconds=0.0,
         next_gang=1,

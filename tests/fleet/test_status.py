@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -77,6 +78,19 @@ def test_a_plan_that_is_late_does_not_end_before_the_jobs_that_run(tmp_path: Pat
     assert found.eta_seconds == by_name(found)["a"].eta_seconds == 97 * 2.0
 
 
+def test_jobs_that_wait_are_as_late_as_those_before_them(tmp_path: Path) -> None:
+    written = Written(tmp_path, [fleet_folders.job(name, lr=rate) for name, rate in (("a", 1), ("b", 2), ("c", 3))])
+    written.measured("a", OPTIONS)
+    written.plan(0.0, a=(0, 0.0, 10.0), b=(0, 10.0, 20.0), c=(0, 0.0, 12.0))
+    written.start(0.0, "a", 7, 0, "plain", 0)
+    written.steps(0.0, "a", 7, 1, 4, seconds=3.0)
+    found = at(tmp_path, 12.0)
+    etas = {name: job.eta_seconds for name, job in by_name(found).items()}
+    late = (12.0 + 6 * 3.0) - 10.0  # of a, when it ends
+    assert etas == {"a": 6 * 3.0, "b": 20.0 + late - 12.0, "c": 12.0}  # c is not behind a, and takes its whole time
+    assert found.eta_seconds == etas["b"]
+
+
 def test_a_job_that_was_asked_to_move_is_moving_until_its_gang_ends(tmp_path: Path) -> None:
     written = Written(tmp_path, [fleet_folders.job("a")])
     written.measured("a", OPTIONS)
@@ -86,7 +100,7 @@ def test_a_job_that_was_asked_to_move_is_moving_until_its_gang_ends(tmp_path: Pa
     assert at(tmp_path, 2.5).jobs[0].state is JobState.MOVING
     written.end(3.0, "a", 7, 1, "moving")
     assert at(tmp_path, 3.0).jobs[0].state is JobState.WAITING
-    assert [(move.technique, move.devices) for move in history.load(tmp_path).moves] == [("pipeline", 2)]
+    assert [(move.technique, move.devices) for move in history.load(tmp_path).jobs["a"].moves] == [("pipeline", 2)]
 
 
 def test_the_lock_of_the_workers_is_the_sign_of_life(tmp_path: Path) -> None:
@@ -139,6 +153,20 @@ def test_stretches_of_a_killed_fleet_end_with_its_last_step_and_time_stands_unti
     assert (second.start, second.end, second.steps, second.failure) == (5.0, 16.0, 10, None)
     assert (past.seconds, past.next_gang, past.is_finished) == (16.0, 9, True)
     assert by_name(status.read(tmp_path))["a"].failures == ()  # it was no failure of the job
+
+
+def test_a_job_that_is_done_has_not_failed_because_the_fleet_ended_before_its_processes(tmp_path: Path) -> None:
+    written = Written(tmp_path, [fleet_folders.job("a")])
+    written.measured("a", OPTIONS)
+    written.plan(1.0, a=(0, 0.0, 10.0))
+    written.start(1.0, "a", 7, 0, "plain", 0)
+    written.steps(1.0, "a", 7, 1, 10)
+    written.progress(11.5, "a", 7, "done", 10, evaluation=None)
+    for past in (history.load(tmp_path), history.load(tmp_path, now=BEGIN + 13.0)):
+        (stretch,) = past.jobs["a"].stretches
+        assert (stretch.end, stretch.steps, stretch.failure) == (11.5, 10, None)
+    found = by_name(at(tmp_path, 13.0))["a"]
+    assert (found.state, found.devices) == (JobState.DONE, ())
 
 
 def test_plans_name_their_options_also_after_one_was_removed(tmp_path: Path) -> None:
@@ -241,6 +269,12 @@ def test_the_table_has_a_line_for_each_job_and_the_failures_below(tmp_path: Path
         ["d", "waiting", "plain", "-", "0/10", "-", "-", "12", "s", "-", "0"],
     ]
     assert lines[6:] == ["b: rank 0 was killed by signal -9", "c: ValueError: <no> such data"]
+
+
+def test_memory_is_shown_in_mebibytes(tmp_path: Path) -> None:
+    fleet_folders.eventful(tmp_path)
+    job = at(tmp_path, 18.0).jobs[1]
+    assert replace(job, memory_bytes=1234 * 2**20).cells()[8] == "1,234 MiB"
 
 
 def test_a_loss_that_is_no_number_is_still_json(tmp_path: Path) -> None:

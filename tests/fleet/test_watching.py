@@ -77,6 +77,7 @@ def test_the_past_of_a_real_fleet_is_whole(watched: Watched) -> None:
     stretches = sorted((s.start, s.end) for job in past.jobs.values() for s in job.stretches)
     assert len(stretches) == 2
     assert 0.0 < stretches[0][0] < stretches[0][1] <= stretches[1][0] < stretches[1][1] <= past.seconds
+    assert [s.failure for job in past.jobs.values() for s in job.stretches] == [None, None]
     assert all(job.technique == "plain" for job in past.plans[0].jobs.values())
 
 

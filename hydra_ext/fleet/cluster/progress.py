@@ -88,21 +88,23 @@ class Track:
         is_done: Whether the job has made all its steps.
         evaluation: The result of ``evaluate``.
         seconds: Of the newest gang's latest steps, without its first one, which takes longer.
+        gang: That has written last; None before the first record.
         ends: The time of each gang's newest record, by the wall clock, and the steps made by then.
     """
 
     path: Path
-    losses: dict[int, float] = field(default_factory=dict)
-    step: int = 0
-    saved: int = 0
-    is_done: bool = False
-    evaluation: float | None = None
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    ends: dict[int, tuple[float, int]] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict, init=False)
+    step: int = field(default=0, init=False)
+    saved: int = field(default=0, init=False)
+    is_done: bool = field(default=False, init=False)
+    evaluation: float | None = field(default=None, init=False)
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT), init=False)
+    gang: int | None = field(default=None, init=False)
+    ends: dict[int, tuple[float, int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._reader = ProgressReader(self.path)
-        self._gang: int | None = None  # whose first step was made
+        self._is_first = True  # whether the gang has made no step yet
 
     def read_on(self) -> Track:
         """Reads what has come since. Returns the track itself."""
@@ -111,16 +113,17 @@ class Track:
         return self
 
     def _hear(self, record: Mapping[str, Any]) -> None:
-        happened, self.step, gang = record["event"], int(record["step"]), int(record["gang"])
+        happened, self.step, self.gang = record["event"], int(record["step"]), int(record["gang"])
         if happened == "opened":
             self.seconds.clear()
+            self._is_first = True
         elif happened == "step":
             self.losses[self.step] = float(record["loss"])
-            if self._gang == gang:
+            if not self._is_first:
                 self.seconds.append(float(record["seconds"]))
-            self._gang = gang
+            self._is_first = False
         elif happened in ("saved", "done"):
             self.saved = self.step
         if happened == "done":
             self.is_done, self.evaluation = True, record.get("evaluation")
-        self.ends[gang] = float(record["time"]), self.step
+        self.ends[self.gang] = float(record["time"]), self.step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydra_ext.fleet.history import Foreseen, History
+from hydra_ext.fleet.history import Foreseen, History, JobHistory, Move
 
 Row = tuple[str, int]
 """A node, and the number of a device there."""
@@ -94,13 +94,15 @@ def real(past: History) -> list[Bar]:
 
 def moves(past: History) -> list[Mark]:
     """When jobs were asked to go on in another way, on the devices that they had."""
-    marks = []
-    for move in past.moves:
-        text = f"{move.job} is asked after {move.at:.4g} s to go on with {move.technique} on {move.devices}"
-        stretch = next((each for each in past.jobs[move.job].stretches if each.start <= move.at <= each.end), None)
-        if stretch is not None:
-            marks += [Mark(row=(stretch.node, each), job=move.job, at=move.at, text=text) for each in stretch.devices]
-    return marks
+    return [mark for name, job in past.jobs.items() for move in job.moves for mark in _marks(name, job, move)]
+
+
+def _marks(name: str, job: JobHistory, move: Move) -> list[Mark]:
+    text = f"{name} is asked after {move.at:.4g} s to go on with {move.technique} on {move.devices}"
+    stretch = next((each for each in job.stretches if each.start <= move.at <= each.end), None)
+    if stretch is None:
+        return []
+    return [Mark(row=(stretch.node, device), job=name, at=move.at, text=text) for device in stretch.devices]
 
 
 def rows(past: History, bars: Sequence[Bar]) -> list[Row]:

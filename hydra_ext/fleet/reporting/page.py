@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from hydra_ext.errors import TraceFileError
 from hydra_ext.fleet import history
-from hydra_ext.fleet.history import History
+from hydra_ext.fleet.history import History, Move
 from hydra_ext.fleet.reporting import bars, charts, status
 from hydra_ext.fleet.reporting.palette import STYLE
 from hydra_ext.fleet.reporting.status import FleetStatus, duration
@@ -74,6 +74,10 @@ def _add_gantt(main: Element, past: History) -> None:
     trials = past.plans[0].at if past.plans else 0.0
     chart = charts.gantt(list(past.jobs), rows, panels, marks, seconds=end, trials=trials, description=description)
     _scrolled(section, "Jobs by device and time").append(chart)
+    legend = SubElement(section, "ul", {"class": "legend"})
+    for name in past.jobs:
+        colour = charts.colour_of(list(past.jobs), name)
+        SubElement(_legend_item(legend, name), "rect", {"width": "28", "height": "10", "class": f"fill{colour}"})
     _paragraph(section, description)
     _paragraph(
         section,
@@ -87,8 +91,9 @@ def _told(past: History) -> str:
     """Plan and reality in words."""
     stretches = [stretch for job in past.jobs.values() for stretch in job.stretches]
     failures = sum(stretch.failure is not None for stretch in stretches)
+    moves = sum(len(job.moves) for job in past.jobs.values())
     found = f"In reality, after {duration(past.seconds)}: {len(stretches)} stretches of {len(past.jobs)} jobs, "
-    found += f"{failures} ended by a failure, {len(past.moves)} moves, {len(past.plans)} plans."
+    found += f"{failures} ended by a failure, {moves} moves, {len(past.plans)} plans."
     if not past.plans:
         return found
     first = past.plans[0]
@@ -121,9 +126,13 @@ def _add_stretches(section: Element, past: History) -> None:
     SubElement(details, "summary").text = "Plan and reality in words"
     _table(details, "Planned at first", _STRETCHES, planned)
     _table(details, "What happened", _STRETCHES, sorted(real, key=lambda row: (float(row[3]), row[0])))
-    if past.moves:
-        rows = [(move.job, _number(move.at), f"{move.technique} on {move.devices}") for move in past.moves]
-        _table(details, "Moves", ("job", "after, s", "goes on with"), rows)
+    moves = [(name, _number(move.at), _goal(move)) for name, job in past.jobs.items() for move in job.moves]
+    if moves:
+        _table(details, "Moves", ("job", "after, s", "goes on with"), moves)
+
+
+def _goal(move: Move) -> str:
+    return f"{move.technique} on {move.devices}"
 
 
 def _add_losses(main: Element, results: Results) -> None:
@@ -135,18 +144,23 @@ def _add_losses(main: Element, results: Results) -> None:
     ends = [f"{name} from {text_of(own[min(own)])} to {text_of(own[max(own)])}" for name, own in losses.items() if own]
     chart = charts.curves(losses, description="Losses: " + "; ".join(ends) + ".")
     _scrolled(section, "Loss by step").append(chart)
+    lasts = {name: text_of(own[max(own)]) if own else "no step yet" for name, own in losses.items()}
     legend = SubElement(section, "ul", {"class": "legend"})
-    for name, own in losses.items():
-        item = SubElement(legend, "li")
-        sample = SubElement(item, "svg", {"viewBox": "0 0 28 10", "aria-hidden": "true"})
+    for name, last in lasts.items():
+        sample = _legend_item(legend, f"{name}: {last}")
+        colour = charts.colour_of(list(losses), name)
+        line = SubElement(sample, "path", {"d": "M1 5h26", "class": f"curve line{colour}"})
         dashes = charts.dashes_of(list(losses), name)
-        line = SubElement(
-            sample, "path", {"d": "M1 5h26", "class": f"curve line{charts.colour_of(list(losses), name)}"}
-        )
         if dashes:
             line.set("stroke-dasharray", dashes)
-        line.tail = ""
-        sample.tail = f" {name}: " + (text_of(own[max(own)]) if own else "no step yet")
+
+
+def _legend_item(legend: Element, text: str) -> Element:
+    """Adds an item of a legend; returns the picture for its sample."""
+    item = SubElement(legend, "li")
+    sample = SubElement(item, "svg", {"viewBox": "0 0 28 10", "aria-hidden": "true"})
+    sample.tail = f" {text}"
+    return sample
 
 
 def _add_results(main: Element, results: Results) -> None:

@@ -10,15 +10,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hydra_ext import _C
 from hydra_ext.fleet import history, journal
 from hydra_ext.fleet.cluster.embedded import LOCK, is_locked
 from hydra_ext.fleet.cluster.progress import Track
-from hydra_ext.fleet.history import FLEET_ENDED, Foreseen, History, JobHistory
+from hydra_ext.fleet.history import FLEET_ENDED, Foreseen, History, JobHistory, PastPlan
 from hydra_ext.fleet.reporting import memory
 from hydra_ext.fleet.results import aligned, text_of
 from hydra_ext.fleet.scheduling.scheduler import ENDED, JobState
 
+_SLACK = 1e-6  # seconds: starts in a plan are sums of other jobs' seconds
 COLUMNS = ("job", "state", "technique", "devices", "steps", "loss", "s/step", "left", "memory", "failures")
 
 
@@ -71,7 +71,7 @@ class JobStatus:
             text_of(self.loss),
             text_of(self.step_seconds),
             duration(self.eta_seconds),
-            "-" if self.memory_bytes is None else _C.human_bytes(self.memory_bytes),
+            "-" if self.memory_bytes is None else f"{self.memory_bytes / 2**20:,.0f} MiB",
             str(len(self.failures)),
         )
 
@@ -154,32 +154,29 @@ def of(past: History, folder: Path, *, runs: bool) -> FleetStatus:
         state = FleetState.STOPPED
     else:
         state = FleetState.RUNNING if past.plans else FleetState.MEASURING
-    jobs = tuple(_job(past, name, is_running=state is FleetState.RUNNING) for name in past.jobs)
-    eta = None
-    if state is FleetState.RUNNING:
-        eta = max(0.0, past.plans[-1].end - past.seconds, *(job.eta_seconds or 0.0 for job in jobs))
+    plan = past.plans[-1] if state is FleetState.RUNNING else None
+    etas = {} if plan is None else _etas(past, plan)
+    jobs = tuple(_job(past, name, None if plan is None else plan.jobs.get(name), etas.get(name)) for name in past.jobs)
+    eta = None if plan is None else max(0.0, plan.end - past.seconds, *etas.values())
     return FleetStatus(folder=str(folder), state=state, seconds=past.seconds, eta_seconds=eta, jobs=jobs)
 
 
-def _job(past: History, name: str, *, is_running: bool) -> JobStatus:
+def _job(past: History, name: str, foreseen: Foreseen | None, eta: float | None) -> JobStatus:
     job = past.jobs[name]
-    track, steps = job.track, int(job.job["steps"])
-    state, last = _state(job), job.stretches[-1] if job.stretches else None
-    foreseen = past.plans[-1].jobs.get(name) if past.plans and is_running else None
-    seconds = _step_seconds(past, name) if job.is_running else None
+    track, last = job.track, job.stretches[-1] if job.stretches else None
     running = last if job.is_running else None
     step = track.step if running is not None or job.is_done else track.saved
     return JobStatus(
         name=name,
-        state=state,
+        state=_state(job),
         technique=_technique(job, foreseen),
         node="" if running is None else running.node,
         devices=() if running is None else running.devices,
         step=step,
-        steps=steps,
+        steps=int(job.job["steps"]),
         loss=track.losses.get(step),
-        step_seconds=seconds,
-        eta_seconds=_eta(state, steps - track.step, seconds, foreseen, past.seconds),
+        step_seconds=_step_seconds(past, name) if job.is_running else None,
+        eta_seconds=eta,
         memory_bytes=None if running is None else memory.resident_bytes(job.folder / "log.txt"),
         failures=tuple(each.failure for each in job.stretches if each.failure and each.failure != FLEET_ENDED),
     )
@@ -213,12 +210,25 @@ def _step_seconds(past: History, name: str) -> float | None:
     return None
 
 
-def _eta(state: JobState, left: int, seconds: float | None, foreseen: Foreseen | None, now: float) -> float | None:
-    if state in ENDED:
-        return None
-    if state is JobState.RUNNING and seconds is not None:
-        return left * seconds
-    return None if foreseen is None else max(0.0, foreseen.end - now)
+def _etas(past: History, plan: PastPlan) -> dict[str, float]:
+    """Seconds until each job ends that has not ended: by its own speed, and by the plan for those that wait.
+
+    Jobs that wait are as late as those that the plan has before them on their node.
+    """
+    etas, late = {}, []
+    for name, job in past.jobs.items():
+        seconds = _step_seconds(past, name) if _state(job) is JobState.RUNNING else None
+        if seconds is not None:
+            etas[name] = (int(job.job["steps"]) - job.track.step) * seconds
+            if name in plan.jobs:
+                late.append((plan.jobs[name], past.seconds + etas[name] - plan.jobs[name].end))
+    for name, job in past.jobs.items():
+        if name in plan.jobs and name not in etas and _state(job) not in ENDED:
+            own = plan.jobs[name]
+            delays = [delay for other, delay in late if other.node == own.node and other.end <= own.start + _SLACK]
+            end = own.end + max([0.0, *delays])
+            etas[name] = max(end - past.seconds, own.end - own.start)
+    return etas
 
 
 def duration(seconds: float | None) -> str:
