@@ -37,6 +37,7 @@ void bind_step_record(pybind11::module_& module);
 void bind_checkpoint_chain(pybind11::module_& module);
 void bind_pipeline_partition(pybind11::module_& module);
 void bind_job_plan(pybind11::module_& module);
+void bind_shard_units(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
 void bind_model(pybind11::module_& module);

@@ -16,6 +16,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_checkpoint_chain(module);
   hydra::bind_pipeline_partition(module);
   hydra::bind_job_plan(module);
+  hydra::bind_shard_units(module);
   hydra::bind_values(module);
   hydra::bind_stash(module);
   hydra::bind_pytorch(module);

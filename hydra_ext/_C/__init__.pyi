@@ -97,6 +97,9 @@ __all__: list[str] = [
     "Timeline",
     "Treatment",
     "Uncharged",
+    "UnitPolicy",
+    "UnitSchedule",
+    "UnitScheduler",
     "Verification",
     "WindowGate",
     "WindowToken",
@@ -125,6 +128,7 @@ __all__: list[str] = [
     "rounding_seed",
     "scale_gradient",
     "simulate_activations",
+    "simulate_units",
     "split_unequally",
     "sums_of_squares",
     "supported_instruction_sets",
@@ -1084,6 +1088,99 @@ class CheckpointPlan:
     def steps(self) -> list[tuple[CheckpointStepKind, int]]: ...
     @property
     def time(self) -> float: ...
+
+class UnitPolicy:
+    """
+    Members:
+
+      LONGEST
+
+      LONGEST_RESIDENT
+
+      ROUND_ROBIN
+
+      RANDOM
+
+      SHORTEST
+    """
+
+    LONGEST: typing.ClassVar[UnitPolicy]
+    LONGEST_RESIDENT: typing.ClassVar[UnitPolicy]
+    RANDOM: typing.ClassVar[UnitPolicy]
+    ROUND_ROBIN: typing.ClassVar[UnitPolicy]
+    SHORTEST: typing.ClassVar[UnitPolicy]
+    __members__: typing.ClassVar[dict[str, UnitPolicy]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class UnitSchedule:
+    @property
+    def bound(self) -> float: ...
+    @property
+    def busy_seconds(self) -> list[float]: ...
+    @property
+    def load_seconds(self) -> float: ...
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def runs(self) -> list[list[tuple[int, int, int, float]]]:
+        """
+        Of each device: (job, first unit, last unit, start).
+        """
+    @property
+    def stalled_seconds(self) -> float: ...
+    @property
+    def units(self) -> int: ...
+
+class UnitScheduler:
+    def __init__(
+        self,
+        devices: typing.SupportsInt | typing.SupportsIndex,
+        jobs: collections.abc.Sequence[
+            tuple[
+                str,
+                collections.abc.Sequence[
+                    tuple[
+                        typing.SupportsFloat | typing.SupportsIndex,
+                        typing.SupportsInt | typing.SupportsIndex,
+                        typing.SupportsFloat | typing.SupportsIndex,
+                    ]
+                ],
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+        *,
+        link: typing.SupportsFloat | typing.SupportsIndex | None,
+        policy: UnitPolicy,
+        seed: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def ahead(
+        self, device: typing.SupportsInt | typing.SupportsIndex, now: typing.SupportsFloat | typing.SupportsIndex
+    ) -> int | None: ...
+    def finished(self, device: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def next(
+        self, device: typing.SupportsInt | typing.SupportsIndex, now: typing.SupportsFloat | typing.SupportsIndex
+    ) -> tuple[int, int, float, float] | None:
+        """
+        Returns (job, unit, begin, end), or None if no unit is eligible.
+        """
+    def remaining(self, job: typing.SupportsInt | typing.SupportsIndex) -> float: ...
+    @property
+    def load_seconds(self) -> float: ...
+    @property
+    def units_left(self) -> int: ...
 
 class GradientStatistics:
     @property
@@ -2074,6 +2171,30 @@ def simulate_activations(
 ) -> tuple[float, float, float, float, int]:
     """
     Seconds of the step, of compute, of the lanes to device and host, and the peak's bytes.
+    """
+
+def simulate_units(
+    devices: typing.SupportsInt | typing.SupportsIndex,
+    jobs: collections.abc.Sequence[
+        tuple[
+            str,
+            collections.abc.Sequence[
+                tuple[
+                    typing.SupportsFloat | typing.SupportsIndex,
+                    typing.SupportsInt | typing.SupportsIndex,
+                    typing.SupportsFloat | typing.SupportsIndex,
+                ]
+            ],
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ],
+    *,
+    link: typing.SupportsFloat | typing.SupportsIndex | None,
+    policy: UnitPolicy,
+    seed: typing.SupportsInt | typing.SupportsIndex,
+) -> UnitSchedule:
+    """
+    Jobs are (name, [(seconds, shard, bytes)], repeats), the link bytes per second or None.
     """
 
 def split_unequally(

@@ -8,9 +8,10 @@ Sources: Hydra (arXiv:2110.08633) and Saturn (VLDB 2024, arXiv:2311.02840).
 """
 
 from hydra_ext.fleet.fleet import Fleet
+from hydra_ext.fleet.guides import Guide, MedianStopping, SuccessiveHalving
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.reporting.status import FleetState, FleetStatus, JobStatus
-from hydra_ext.fleet.results import JobResult, Results, Stretch
+from hydra_ext.fleet.results import JobResult, Outcome, Results, Stretch
 from hydra_ext.fleet.scheduling.scheduler import JobState
 from hydra_ext.fleet.techniques import Gang, Session, Technique, WontDo
 from hydra_ext.fleet.tracking import Tracker
@@ -20,13 +21,17 @@ __all__ = [
     "FleetState",
     "FleetStatus",
     "Gang",
+    "Guide",
     "Job",
     "JobResult",
     "JobState",
     "JobStatus",
+    "MedianStopping",
+    "Outcome",
     "Results",
     "Session",
     "Stretch",
+    "SuccessiveHalving",
     "Technique",
     "Tracker",
     "WontDo",

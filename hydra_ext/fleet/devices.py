@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import InvalidArgument, InvalidDevice
 from hydra_ext.policy import SimulatedDevice, parse_bytes
@@ -22,11 +23,13 @@ class Device:
     """One device, and the bytes that a job may use there.
 
     Attributes:
+        name: Of the card, or "simulated".
         card: Number of the CUDA device; None for a simulated one.
         simulated: Settings of a simulated device; None for a CUDA device.
         budget: Device bytes.
     """
 
+    name: str
     card: int | None
     simulated: SimulatedDevice | None
     budget: int
@@ -38,28 +41,30 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("cpu") if self.simulated is not None else torch.device("cuda", self.card)
+        return torch.device("cpu") if self.card is None else torch.device("cuda", self.card)
 
     def describe(self) -> dict[str, Any]:
         """The device as JSON."""
         simulated = None
         if self.simulated is not None:
             simulated = {field.name: getattr(self.simulated, field.name) for field in fields(SimulatedDevice)}
-        return {"card": self.card, "simulated": simulated, "budget": self.budget}
+        return {"name": self.name, "card": self.card, "simulated": simulated, "budget": self.budget}
 
     @staticmethod
     def of(described: dict[str, Any]) -> Device:
         simulated = described["simulated"]
-        return Device(
-            card=described["card"],
-            simulated=None if simulated is None else SimulatedDevice(**simulated),
-            budget=described["budget"],
-        )
+        settings = None if simulated is None else SimulatedDevice(**simulated)
+        return Device(**{**described, "simulated": settings})
 
     def kind(self) -> dict[str, Any]:
         """What two devices with the same speed and room have in common."""
-        name = None if self.card is None else torch.cuda.get_device_name(self.card)
-        return self.describe() | {"card": name}
+        return self.describe() | {"card": None}
+
+    def moved(self, microbatch: Any) -> Any:
+        """A microbatch with its tensors on the device."""
+        if self.simulated is not None:
+            return microbatch
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.torch_device), microbatch)
 
     def synchronize(self) -> None:
         if self.simulated is None:
@@ -81,7 +86,7 @@ def choose(given: int | Sequence[SimulatedDevice | str] | None, budget: int | st
     cards = torch.cuda.device_count()
     if given is None:
         given = cards or 1
-    if isinstance(given, int) and not isinstance(given, bool):
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         if cards and given > cards:
             raise InvalidDevice(f"devices={given}: this machine has {cards} CUDA devices")
         given = [f"cuda:{i}" for i in range(given)] if cards else [SimulatedDevice()] * given
@@ -99,7 +104,7 @@ def _device(given: SimulatedDevice | str, budget: int | str, count: int) -> Devi
             )
         whole = int(_SHARE_OF_HOST * (memory_limit() or _DEFAULT_HOST))
         size = whole // count if budget == "auto" else parse_bytes(budget)
-        return Device(card=None, simulated=simulated, budget=size)
+        return Device(name="simulated", card=None, simulated=simulated, budget=size)
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -110,6 +115,5 @@ def _device(given: SimulatedDevice | str, budget: int | str, count: int) -> Devi
         raise InvalidDevice(f"devices: there is no {given!r} here: {torch.cuda.device_count()} CUDA devices were found")
     card = device.index or 0
     total = torch.cuda.get_device_properties(card).total_memory
-    return Device(
-        card=card, simulated=None, budget=int(_SHARE_OF_CARD * total) if budget == "auto" else parse_bytes(budget)
-    )
+    size = int(_SHARE_OF_CARD * total) if budget == "auto" else parse_bytes(budget)
+    return Device(name=torch.cuda.get_device_name(card), card=card, simulated=None, budget=size)

@@ -7,24 +7,24 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from hydra_ext.errors import InvalidArgument, InvalidJob, JournalError
+from hydra_ext.fleet import control, history, references
 from hydra_ext.fleet import devices as fleet_devices
-from hydra_ext.fleet import history, references
+from hydra_ext.fleet.cluster import ray_cluster
 from hydra_ext.fleet.cluster.embedded import LOCK, EmbeddedCluster
 from hydra_ext.fleet.cluster.interface import Cluster
+from hydra_ext.fleet.control import Request, Wish
 from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.driver import Driver
+from hydra_ext.fleet.guides import Guide
 from hydra_ext.fleet.job import Job
-from hydra_ext.fleet.journal import Journal, read_only
+from hydra_ext.fleet.journal import Journal
 from hydra_ext.fleet.reporting import page, status
 from hydra_ext.fleet.reporting.status import FleetStatus
 from hydra_ext.fleet.results import Results
-from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler
-from hydra_ext.fleet.scheduling.settings import Settings
-from hydra_ext.fleet.scheduling.trials import Trials
 from hydra_ext.fleet.techniques import BUILT_IN, technique_named
 from hydra_ext.fleet.tracking import Told, Tracker
 from hydra_ext.policy import SimulatedDevice
@@ -40,6 +40,9 @@ class Fleet:
         folder: Of the fleet; made if it is new.
         devices: The devices, such as ``["cuda:0", "cuda:1"]``, or their number. None takes all CUDA devices, or one
             simulated device where there is none.
+        address: Of a Ray cluster whose nodes have the devices, such as ``"auto"`` or ``"ray://head:10001"``; see
+            ``ray.init``. Then ``devices`` is None for the nodes' GPUs, or a list with one simulated device, of which a
+            node has as many as its resource ``hydra_device`` says. All nodes see the folder under the same path.
         budget: Device bytes of a job on each device; ``"auto"`` for nearly all.
 
     Raises:
@@ -53,10 +56,12 @@ class Fleet:
         folder: str | os.PathLike[str],
         *,
         devices: int | Sequence[SimulatedDevice | str] | None = None,
+        address: str | None = None,
         budget: int | str = "auto",
     ) -> None:
         self.folder = Path(folder).absolute()
         self._devices = devices
+        self._address = address
         self._budget = budget
 
     def run(
@@ -66,6 +71,7 @@ class Fleet:
         interval: float = 1000.0,
         patience: float = 1800.0,
         techniques: Sequence[str] | None = None,
+        guide: Guide | None = None,
         trackers: Sequence[Tracker] = (),
     ) -> Results:
         """Runs jobs to their end. A job that fails three times without a new checkpoint in between is set aside.
@@ -78,6 +84,8 @@ class Fleet:
             interval: Seconds between plans, and between a job's checkpoints.
             patience: Seconds without a step after which a job counts as hanging, and is restarted.
             techniques: Names of techniques, or classes as ``"module:Class"``; by default all that there are.
+            guide: Stops jobs that fall behind, or proposes further ones, such as
+                :class:`hydra_ext.fleet.SuccessiveHalving`; with a guide that proposes jobs ``jobs`` may be empty.
             trackers: Told of every step, such as :class:`hydra_ext.integrations.trackers.TensorBoard`.
 
         Raises:
@@ -86,14 +94,14 @@ class Fleet:
             FleetInUse: Another process runs a fleet in the folder.
             InvalidArgument: The folder has a fleet already, or an argument is not as given here.
         """
-        described = _described(jobs)
+        described = _described(jobs, may_be_empty=guide is not None)
         chosen = list(BUILT_IN if techniques is None else techniques)
         for place in chosen:
             technique_named(place)
         for name, value in (("interval", interval), ("patience", patience)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise InvalidArgument(f"{name}={value!r}: give a positive number of seconds")
-        devices = fleet_devices.choose(self._devices, self._budget)
+        devices = self._chosen()
         with _journal(self.folder) as journal:
             if journal.entries:
                 raise InvalidArgument(
@@ -109,12 +117,13 @@ class Fleet:
                 path=_search_path(),
                 time=time.time(),
             )
-        return self.resume(trackers=trackers)
+        return self.resume(guide=guide, trackers=trackers)
 
-    def resume(self, *, trackers: Sequence[Tracker] = ()) -> Results:
+    def resume(self, *, guide: Guide | None = None, trackers: Sequence[Tracker] = ()) -> Results:
         """Goes on with the fleet of the folder, from its journal and the jobs' checkpoints.
 
         Args:
+            guide: As for :meth:`run`. It hears of all steps that were made.
             trackers: As for :meth:`run`.
 
         Raises:
@@ -129,12 +138,50 @@ class Fleet:
             if not journal.entries or journal.entries[0]["event"] != "fleet":
                 raise JournalError(f"{journal.path} does not begin with a fleet", file=journal.path)
             devices = [Device.of(each) for each in journal.entries[0]["devices"]]
-            cluster, told = EmbeddedCluster(devices, lock=self.folder / LOCK), Told(trackers)
+            cluster, told = self._cluster(devices), Told(trackers)
             try:
-                return _run(self.folder, journal, cluster, told)
+                return Driver(self.folder, journal, cluster, told, guide).run()
             finally:
                 cluster.close()
                 told.close()
+
+    def stop(self, name: str) -> None:
+        """Asks a fleet that runs, in whichever process, to stop a job: it saves a checkpoint and gives its devices up.
+
+        Raises:
+            InvalidArgument: There is no such job.
+            JournalError: There is no fleet in the folder.
+        """
+        self._ask(Request(wish=Wish.STOP, name=name), name)
+
+    def restart(self, name: str) -> None:
+        """Asks for a job that was stopped or set aside to go on from its newest checkpoint.
+
+        Raises:
+            InvalidArgument: There is no such job.
+            JournalError: There is no fleet in the folder.
+        """
+        self._ask(Request(wish=Wish.RESTART, name=name), name)
+
+    def add(self, job: Job, *, parent: str | None = None) -> None:
+        """Asks for a new job, such as a clone of another one with changes.
+
+        Args:
+            parent: A job whose newest checkpoint the new one begins with, if it has one; None for the beginning.
+
+        Raises:
+            InvalidArgument: There is a job of its name already, or no such parent.
+            JournalError: There is no fleet in the folder.
+        """
+        if job.name in history.load(self.folder).jobs:
+            raise InvalidArgument(f"there is a job {job.name!r} in {self.folder} already: give this one another name")
+        self._ask(Request(wish=Wish.ADD, name=job.name, job=job.describe(), parent=parent), parent)
+
+    def _ask(self, request: Request, needed: str | None) -> None:
+        jobs = history.load(self.folder).jobs
+        if needed is not None and needed not in jobs:
+            raise InvalidArgument(f"{self.folder} has no job {needed!r}: there are {', '.join(jobs)}")
+        control.ask(self.folder, request)
 
     def status(self) -> FleetStatus:
         """What the fleet of the folder is doing, in whichever process it runs. ``str()`` gives a table.
@@ -153,35 +200,18 @@ class Fleet:
         """
         page.write(self.folder, path)
 
+    def _chosen(self) -> list[Device]:
+        """The devices of this machine; on a cluster, one like those of the nodes."""
+        if self._address is None:
+            return fleet_devices.choose(self._devices, self._budget)
+        if self._devices is None:
+            return [ray_cluster.probed(self._address, self._budget)]
+        return fleet_devices.choose(self._devices, self._budget)[:1]
 
-def _run(folder: Path, journal: Journal, cluster: Cluster, told: Told) -> Results:
-    given, past = journal.entries[0], history.read(folder, journal.entries)
-    open_ = [job for name, job in past.jobs.items() if not job.is_done and not job.failures]
-    gangs, offset = count(past.next_gang), past.seconds - cluster.now()
-
-    def record(event: str, **more: Any) -> None:
-        at = {"at": more["at"] + offset} if "at" in more else {}
-        journal.write(event, **{**more, **at}, time=time.time())
-        if event == "set aside":
-            told.job_ended(more["job"], is_done=False, evaluation=None)
-
-    settings = Settings(
-        interval=given["interval"],
-        patience=given["patience"],
-        threads=past.threads or max(1, (os.cpu_count() or 1) // len(cluster.nodes()[0].devices)),
-        path=given["path"],
-    )
-    if open_:
-        record("begin", at=cluster.now(), threads=settings.threads)
-        trials = Trials(cluster, folder / "trials", given["techniques"], settings, gangs=gangs, record=record)
-        measured = trials.measure([job.job for job in open_], past.measured)
-        jobs = [
-            JobRecord(job.job, measured[job.job["name"]].options, str(job.folder), step=job.step, saved=job.step)
-            for job in open_
-        ]
-        Scheduler(cluster, jobs, settings, gangs=gangs, record=record, listen=told.hear).run()
-        record("finished", at=cluster.now())
-    return history.results(history.read(folder, read_only(folder)))
+    def _cluster(self, devices: Sequence[Device]) -> Cluster:
+        if self._address is None:
+            return EmbeddedCluster(devices, lock=self.folder / LOCK)
+        return ray_cluster.RayCluster(self._address, devices[0])
 
 
 @contextmanager
@@ -193,10 +223,10 @@ def _journal(folder: Path) -> Iterator[Journal]:
         journal.close()
 
 
-def _described(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def _described(jobs: Sequence[Job], *, may_be_empty: bool) -> list[dict[str, Any]]:
     if isinstance(jobs, Job) or not all(isinstance(job, Job) for job in jobs):
         raise InvalidJob("jobs: give a list of hydra_ext.Job")
-    if not jobs:
+    if not jobs and not may_be_empty:
         raise InvalidJob("jobs is empty: give one at least")
     names = [job.name for job in jobs]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -11,7 +11,7 @@ from hydra_ext.errors import JournalError
 from hydra_ext.fleet import journal
 from hydra_ext.fleet.cluster.progress import Track
 from hydra_ext.fleet.cluster.training import CHECKPOINTS
-from hydra_ext.fleet.results import JobResult, Results, Stretch
+from hydra_ext.fleet.results import JobResult, Outcome, Results, Stretch
 from hydra_ext.fleet.scheduling.trials import Measured, is_of_kind
 
 FLEET_ENDED = "the fleet's process had ended"
@@ -45,6 +45,7 @@ class JobHistory:
         failures: Why it was set aside; empty if it was not.
         is_running: Whether it has devices at this moment.
         is_moving: Whether it saves, to go on with another option.
+        is_stopped: Whether it was stopped, and not restarted.
     """
 
     job: Mapping[str, Any]
@@ -55,6 +56,20 @@ class JobHistory:
     failures: tuple[str, ...] = ()
     is_running: bool = False
     is_moving: bool = False
+    is_stopped: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it goes on."""
+        return not (self.is_done or self.is_stopped or self.failures)
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.is_done:
+            return Outcome.DONE
+        if self.failures:
+            return Outcome.SET_ASIDE
+        return Outcome.STOPPED if self.is_stopped else Outcome.OPEN
 
     @property
     def step(self) -> int:
@@ -167,11 +182,11 @@ class _Reading:
     """What the entries so far say."""
 
     def __init__(self, folder: Path, first: Mapping[str, Any], tracks: MutableMapping[str, Track]) -> None:
-        self._jobs = {}
+        self._jobs: dict[str, JobHistory] = {}
+        self._folder = folder
+        self._tracks = tracks
         for job in first["jobs"]:
-            name = job["name"]
-            track = tracks.setdefault(name, Track(folder / name / "progress.jsonl")).read_on()
-            self._jobs[name] = JobHistory(job, folder / name, track)
+            self._add(job)
         self._devices = len(first["devices"])
         self._measured: dict[str, Measured] = {}
         self._plans: list[PastPlan] = []
@@ -205,6 +220,18 @@ class _Reading:
             self._end(entry)
         elif event == "set aside":
             self._jobs[entry["job"]].failures = tuple(entry["failures"])
+        elif event == "add":
+            self._add(entry["job"])
+        elif event == "stopped":
+            self._jobs[entry["job"]].is_stopped = True
+        elif event == "restart":
+            self._jobs[entry["job"]].is_stopped = False
+            self._jobs[entry["job"]].failures = ()
+
+    def _add(self, job: Mapping[str, Any]) -> None:
+        name = job["name"]
+        track = self._tracks.setdefault(name, Track(self._folder / name / "progress.jsonl")).read_on()
+        self._jobs[name] = JobHistory(job, self._folder / name, track)
 
     def history(self, now: float | None, *, is_finished: bool) -> History:
         seconds = max(at for _, at in self._moments)
@@ -290,7 +317,7 @@ def results(history: History) -> Results:
     for name, job in history.jobs.items():
         found[name] = JobResult(
             name=name,
-            is_done=job.is_done,
+            outcome=job.outcome,
             losses=job.track.losses,
             evaluation=job.track.evaluation,
             seconds=sum(stretch.end - stretch.start for stretch in job.stretches),

@@ -38,10 +38,12 @@ class Job:
             for microbatch, seed_ in zip(microbatches, job.seeds(step, len(microbatches))):
                 torch.manual_seed(seed_)
                 (loss(net, microbatch) / len(microbatches)).backward()
-            hydra_ext.optim.clip_grad_norm_(net.parameters(), max_norm)   # with max_norm=
+            clip_grad_norm_(net.parameters(), max_norm)   # with max_norm=
             optimizer_.step()
             schedule_.step()
             optimizer_.zero_grad()
+
+    ``clip_grad_norm_`` is that of ``hydra_ext.optim`` with an optimizer from there, and torch's with others.
 
     Attributes:
         name: Of letters, digits and ``._=+-``: the job's folder in the fleet's.

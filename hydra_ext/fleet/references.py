@@ -101,7 +101,7 @@ def resolve(described: Any) -> Any:
         function = resolve(described["partial"])
         keywords = {key: resolve(each) for key, each in described["keywords"].items()}
         return partial(function, *resolve(described["arguments"]), **keywords)
-    where = described.get("module", described.get("script"))
+    where = str(described.get("module", described.get("script")))
     try:
         module = importlib.import_module(where) if "module" in described else _script(where)
     except ImportError as error:

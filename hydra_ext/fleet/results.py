@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from hydra_ext.errors import JobFailed
@@ -30,13 +31,22 @@ class Stretch:
     failure: str | None
 
 
+class Outcome(str, Enum):
+    """What became of a job."""
+
+    OPEN = "open"  # it has not ended
+    DONE = "done"  # it has made all its steps
+    STOPPED = "stopped"  # by its fleet's guide, or because somebody asked for it
+    SET_ASIDE = "set aside"  # it has failed too often
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
     """One job's result.
 
     Attributes:
         name: Of the job.
-        is_done: Whether it has made all its steps.
+        outcome: What became of it.
         losses: The loss of each step, by its number from 1 on.
         evaluation: The mean loss over ``evaluate``'s microbatches; None without it.
         seconds: During which it had devices.
@@ -46,13 +56,18 @@ class JobResult:
     """
 
     name: str
-    is_done: bool
+    outcome: Outcome
     losses: Mapping[int, float]
     evaluation: float | None
     seconds: float
     stretches: tuple[Stretch, ...]
     failures: tuple[str, ...]
     folder: Path
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has made all its steps."""
+        return self.outcome is Outcome.DONE
 
     @property
     def loss(self) -> float | None:
@@ -102,7 +117,7 @@ class Results(Mapping[str, JobResult]):
             last = job.stretches[-1] if job.stretches else None
             values = (
                 job.name,
-                "done" if job.is_done else "set aside" if job.failures else "open",
+                job.outcome.value,
                 max(job.losses, default=0),
                 job.loss,
                 job.evaluation,

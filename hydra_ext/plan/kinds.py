@@ -18,9 +18,10 @@ PLANNERS = {
     "spase": "hydra_ext.plan.spase",
     "twobw": "hydra_ext.plan.twobw",
     "unequal_split": "hydra_ext.plan.graphs.unequal_split",
+    "units": "hydra_ext.plan.units",
     "width_depth": "hydra_ext.plan.width_depth",
 }
-SEARCHES = ("spase",)  # which take a seed and an effort
+SETTINGS = {"seed": ("spase", "units"), "effort": ("spase",)}  # and the kinds that take them
 
 
 class Planner(Protocol):
@@ -31,15 +32,15 @@ def solve(kind: str, problem: Mapping[str, object], *, seed: int | None = None, 
     """Finds the best plan of a problem.
 
     Args:
-        kind: ``"pipedream"``, ``"equal_split"``, ``"unequal_split"``, ``"width_depth"``, ``"twobw"``, ``"chain"`` or
-            ``"spase"``.
+        kind: ``"pipedream"``, ``"equal_split"``, ``"unequal_split"``, ``"width_depth"``, ``"twobw"``, ``"chain"``,
+            ``"spase"`` or ``"units"``.
         problem: The problem in the form of its kind, as its JSON is read. Entries that the kind does not know are
             ignored.
-        seed: Only for ``"spase"``, whose search draws random numbers: 0 by default.
+        seed: Only for ``"spase"`` and ``"units"``, which may draw random numbers: 0 by default.
         effort: Only for ``"spase"``: passes of its search, 1 by default. More never give a worse plan, and take longer.
 
     Raises:
-        PlanError: The kind is unknown, the problem makes no sense, or the kind takes no seed and no effort. The message
+        PlanError: The kind is unknown, the problem makes no sense, or the kind takes no seed or no effort. The message
             names the entry.
 
     Returns:
@@ -53,8 +54,10 @@ def solve(kind: str, problem: Mapping[str, object], *, seed: int | None = None, 
     for name, value, least in (("seed", seed, 0), ("effort", effort, 1)):
         if value is None:
             continue
-        if kind not in SEARCHES:
-            raise PlanError(f"{name}={value!r} is for kind {' or '.join(SEARCHES)}: leave it out for kind '{kind}'")
+        if kind not in SETTINGS[name]:
+            raise PlanError(
+                f"{name}={value!r} is for kind {' or '.join(SETTINGS[name])}: leave it out for kind '{kind}'"
+            )
         if size(value, f"{name}=") < least:
             raise PlanError(f"{name}={value!r}: give a whole number of at least {least}")
         settings[name] = value

@@ -49,11 +49,19 @@ JOBS: Problem = {
         {"name": "b", "minibatches": 10.0, "options": [{"gpus": 2, "seconds_per_minibatch": 0.5}]},
     ],
 }
+UNITS: Problem = {
+    "devices": 2,
+    "jobs": [
+        {"name": "a", "units": [[2.0, 0], [4.0, 1, 5.0]]},
+        {"name": "b", "units": [[3.0, 0], [3.0, 0]]},
+    ],
+}
 PROBLEMS = {
     "equal_split": SPLIT,
     "spase": JOBS,
     "twobw": TWO_BUFFERS,
     "unequal_split": SPLIT,
+    "units": UNITS,
     "width_depth": EQUAL_BLOCKS,
 }
 IGNORED = {("unequal_split", "order")}

@@ -208,9 +208,11 @@ def test_senseless_settings_are_refused(settings: Any, text: str) -> None:
         solve("spase", GOOD, **settings)
 
 
-def test_other_kinds_take_no_seed() -> None:
-    with pytest.raises(PlanError, match="seed=1 is for kind spase: leave it out for kind 'chain'"):
+def test_other_kinds_take_no_seed_or_no_effort() -> None:
+    with pytest.raises(PlanError, match="seed=1 is for kind spase or units: leave it out for kind 'chain'"):
         solve("chain", {}, seed=1)
+    with pytest.raises(PlanError, match="effort=1 is for kind spase: leave it out for kind 'units'"):
+        solve("units", {}, effort=1)
 
 
 @pytest.mark.cases(6)

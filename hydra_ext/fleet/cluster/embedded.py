@@ -55,7 +55,7 @@ class EmbeddedCluster:
     """
 
     def __init__(self, devices: Sequence[Device], *, lock: Path, name: str = "here") -> None:
-        self._node = Node(name=name, devices=tuple(devices))
+        self._node = Node(name=name, devices=tuple(devices), cores=len(os.sched_getaffinity(0)))
         self._gangs: dict[int, _Gang] = {}
         self._told: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         locked = _locked(lock)

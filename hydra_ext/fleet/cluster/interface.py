@@ -18,10 +18,12 @@ class Node:
     Attributes:
         name: Unlike those of other nodes, and the same when a fleet resumes.
         devices: In order; a gang gets some of them.
+        cores: Of the CPU.
     """
 
     name: str
     devices: tuple[Device, ...]
+    cores: int = 1
 
 
 class Task(str, Enum):

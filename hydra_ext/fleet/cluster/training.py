@@ -20,7 +20,7 @@ from hydra_ext.checkpoint.format.tensors import bytes_of
 from hydra_ext.fleet.cluster.interface import Order
 from hydra_ext.fleet.cluster.progress import ProgressWriter
 from hydra_ext.fleet.job import Job
-from hydra_ext.fleet.techniques import Gang, Session, Technique
+from hydra_ext.fleet.techniques import Gang, OwnOptions, Session, Technique
 from hydra_ext.fleet.techniques.building import Batches
 
 WARM_UP, MEASURED = 2, 3  # steps of a trial: the first ones record and plan
@@ -59,17 +59,30 @@ class Loop:
         self._folder = Path(order.folder) / CHECKPOINTS
         self._progress = ProgressWriter(order.progress_file, order.gang) if gang.rank == 0 else None
 
-    def run(self, technique: Technique) -> None:
-        begun = time.monotonic()
+    def run(self, technique: Technique, *, begun: float) -> None:
+        """
+        Args:
+            begun: When the process has begun, by ``time.monotonic()``.
+        """
         try:
             with technique.open(self._job, self._gang, self._order.configuration) as session:
-                found = session.load(self._folder)
-                step = 0 if found is None else int(found[1]["step"])
+                step = self._load(session)
                 self._tell("opened", step, seconds=time.monotonic() - begun, technique=technique.name)
                 self._train(session, step)
         finally:
             if self._progress is not None:
                 self._progress.close()
+
+    def _load(self, session: Session) -> int:
+        """Loads the newest checkpoint, which may be another job's. Returns the number of steps made."""
+        own = OwnOptions(session)
+        found = session.load(self._folder)
+        if found is None:
+            return 0
+        step = int(found[1]["step"])
+        if found[1]["job"] != self._job.name:
+            own.put(step)
+        return step
 
     def _train(self, session: Session, step: int) -> None:
         job, batches, saved = self._job, Batches(self._job), time.monotonic()
@@ -97,7 +110,7 @@ class Loop:
 
     def _save(self, session: Session, step: int) -> None:
         begun = time.monotonic()
-        session.save(self._folder, {"step": step})
+        session.save(self._folder, {"step": step, "job": self._job.name})
         self._tell("saved", step, seconds=time.monotonic() - begun)
 
     def _tell(self, event: str, step: int, **more: Any) -> None:
@@ -105,12 +118,14 @@ class Loop:
             self._progress.write(event, step, time=time.time(), **more)
 
 
-def try_out(order: Order, job: Job, gang: Gang, technique: Technique) -> None:
+def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: float) -> None:
     """Measures a few steps. The first rank leaves the result in the order's file.
 
     The result has the seconds of opening, of a step and of saving, and a digest of losses and weights.
+
+    Args:
+        begun: When the process has begun, by ``time.monotonic()``.
     """
-    begun = time.monotonic()
     folder = Path(order.folder) / f"gang-{order.gang}.ckpt"
     batches, losses, seconds = Batches(job), [], []
     with technique.open(job, gang, order.configuration) as session:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ FAILED = 1  # exit status; the reason is in the order's error file
 
 def run(order: Order, rank: int) -> int:
     """Carries out an order as one rank of its gang. Returns the process's exit status."""
-    stop = threading.Event()
+    begun, stop = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     sys.path[:] = [*order.path, *(each for each in sys.path if each not in order.path)]
     torch.set_num_threads(order.threads)
@@ -41,9 +42,9 @@ def run(order: Order, rank: int) -> int:
         with _gang(order, rank) as gang:
             technique = technique_named(order.technique)
             if order.task is Task.TRIAL:
-                training.try_out(order, job, gang, technique)
+                training.try_out(order, job, gang, technique, begun=begun)
             else:
-                training.Loop(order, job, gang, stop.is_set).run(technique)
+                training.Loop(order, job, gang, stop.is_set).run(technique, begun=begun)
     except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the process ends here
         training.write_result(order.error_file(rank), _told(error))
         return FAILED

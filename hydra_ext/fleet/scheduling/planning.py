@@ -1,19 +1,23 @@
 """Which job runs when, on which node and with which option, while some run already.
 
-:func:`hydra_ext.plan.solve` of kind ``"spase"`` knows no jobs that run. So its plan gives each job an option and an
-order, and a serial schedule with the running jobs first gives the times. Running jobs move only where that pays.
+:func:`hydra_ext.plan.solve` of kind ``"spase"`` knows no jobs that run. So its plan gives each job an option, a node
+and an order, and a serial schedule with the running jobs first gives the times. Random changes then improve it.
+Running jobs move only where that pays.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 from hydra_ext.plan import solve
-from hydra_ext.plan.solution import Solution
 
 _LEAST_GAIN = 0.01  # of the makespan: a plan that gains less is within what estimates are wrong by
+_CHANGES = 40  # for each job, that are tried to improve a plan
+_MOST_PLACED = 30_000  # jobs placed in all these, which takes a few tenths of a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +34,40 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a gang has now.
+
+    Attributes:
+        node: Where it runs.
+        devices: Number of them.
+        option: The one that it goes on with unless it is stopped; None if it was stopped already.
+        leave: Seconds until its devices are free, if it is stopped now or was already.
+    """
+
+    node: str
+    devices: int
+    option: int | None
+    leave: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """A job that has not ended.
 
     Attributes:
         name: Of the job.
-        choices: Its options; those of a running job that it does not run with include the move there.
-        option: The one that it runs with now; None if it waits.
-        node: Where it runs.
+        choices: Its options. Seconds are those behind a start, but for the option that it runs with.
+        held: What its gang has; None if it has none.
     """
 
     name: str
     choices: Sequence[Choice]
-    option: int | None = None
-    node: str = ""
+    held: Held | None = None
+
+    @property
+    def option(self) -> int | None:
+        """The option that it runs with, and may go on with; None if it waits or stops."""
+        return None if self.held is None else self.held.option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +86,7 @@ class FleetPlan:
 
     Attributes:
         jobs: By name.
-        bound: Seconds that no plan can stay below, if none of the jobs ran already; None if it is unknown.
+        bound: Seconds that no plan can stay below; None if it is unknown.
     """
 
     jobs: Mapping[str, Placed]
@@ -73,93 +97,195 @@ class FleetPlan:
         return max((placed.end for placed in self.jobs.values()), default=0.0)
 
 
+class Planner(Protocol):
+    """Makes plans as :func:`make_plan` does."""
+
+    def __call__(
+        self, works: Sequence[Work], nodes: Mapping[str, int], *, seed: int, before: FleetPlan | None
+    ) -> FleetPlan: ...
+
+
 def make_plan(works: Sequence[Work], nodes: Mapping[str, int], *, seed: int, before: FleetPlan | None) -> FleetPlan:
-    """The best of: a plan that may move running jobs, one that leaves them, and the plan that is followed now.
+    """The best of: the plan that is followed now, one that leaves running jobs alone, and one that moves some.
+
+    A plan that moves jobs has to gain more than 1 % of the makespan, with what the moves cost.
 
     Args:
         works: All jobs that have not ended; each has an option that fits a node.
         nodes: The devices of each node.
         before: The plan that is followed now; None at the beginning.
     """
-    staying = [_as_it_runs(work) for work in works]
-    stay = _solved(staying, works, nodes, seed)
-    candidates = [stay]
-    if before is not None and all(work.name in before.jobs for work in works):
-        candidates.append(_followed(works, nodes, before))
-    best = min(candidates, key=lambda plan: plan.makespan)
+    bound = lower_bound(works, nodes)
+    followed = None if before is None else follow_plan(works, nodes, before)
+    if followed is not None and followed.makespan * (1 - _LEAST_GAIN) <= bound:
+        return replace(followed, bound=bound)
+    rng = random.Random(seed)
+    best = _solved([_as_it_runs(work) for work in works], works, nodes, seed)
+    if followed is not None and followed.makespan <= best.makespan:
+        best = followed
+    if any(work.held is not None for work in works):  # which the solver does not know
+        waiting = [work for work in works if work.option is None]
+        best = _improved(best, works, nodes, waiting, rng)
     if any(work.option is not None for work in works):
-        move = _solved(list(works), works, nodes, seed)
-        if move.makespan < best.makespan * (1 - _LEAST_GAIN):
-            return move
-    return best
+        moving = min(best, _solved(works, works, nodes, seed), key=lambda plan: plan.makespan)
+        moving = _with_fewer_moves(_improved(moving, works, nodes, works, rng), works, nodes)
+        best = min(best, _without_moves(moving, works, nodes), key=lambda plan: plan.makespan)
+        if moving.makespan < best.makespan * (1 - _LEAST_GAIN):
+            best = moving
+    return replace(best, bound=max(bound, best.bound or 0.0))
+
+
+def lower_bound(works: Sequence[Work], nodes: Mapping[str, int]) -> float:
+    """Seconds that no plan can stay below: all work spread evenly, or the longest job."""
+    largest = max(nodes.values(), default=0)
+    fitting = [[choice for choice in work.choices if choice.devices <= largest] for work in works]
+    area = sum(min(choice.devices * choice.seconds for choice in each) for each in fitting)
+    longest = max((min(choice.seconds for choice in each) for each in fitting), default=0.0)
+    return max(area / max(1, sum(nodes.values())), longest)
+
+
+def follow_plan(works: Sequence[Work], nodes: Mapping[str, int], before: FleetPlan) -> FleetPlan | None:
+    """The plan before, with what is known by now; None if it has not all jobs, or a node that it needs is gone."""
+    chosen = {}
+    for work in works:
+        placed = before.jobs.get(work.name)
+        if placed is None:
+            return None
+        option = placed.option if work.option is None else work.option
+        if work.choices[option].devices > nodes.get(placed.node, 0):
+            return None
+        chosen[work.name] = replace(placed, option=option)
+    return arranged(works, nodes, chosen)
 
 
 def _as_it_runs(work: Work) -> Work:
-    if work.option is None:
+    if work.held is None or work.held.option is None:
         return work
-    return Work(name=work.name, choices=[work.choices[work.option]], option=0, node=work.node)
+    return Work(name=work.name, choices=[work.choices[work.held.option]], held=replace(work.held, option=0))
 
 
 def _solved(asked: Sequence[Work], works: Sequence[Work], nodes: Mapping[str, int], seed: int) -> FleetPlan:
-    """Options and order by the solver.
+    """Options, nodes and order by the solver, which does not know that some jobs run already.
 
     Args:
         asked: The jobs as the solver sees them: all of ``works``, where some have only the option that they run with.
     """
-    solution = _solution(asked, nodes, seed)
-    chosen = {}
-    for work, given, placed in zip(works, asked, solution.plan or [], strict=True):
-        option, _, start = placed  # type: ignore[misc]
-        whole = work.option if given is not work and work.option is not None else option
-        chosen[work.name] = (int(whole), float(start))  # type: ignore[call-overload]
-    return arranged(works, nodes, chosen, bound=solution.bound)
-
-
-def _solution(works: Sequence[Work], nodes: Mapping[str, int], seed: int) -> Solution:
     jobs = [
         {
             "name": work.name,
-            "options": [{"gpus": choice.devices, "runtime_s": choice.seconds} for choice in work.choices],
+            "options": [
+                {"gpus": choice.devices, "runtime_s": choice.seconds + _leave(work, number)}
+                for number, choice in enumerate(work.choices)
+            ],
         }
-        for work in works
+        for work in asked
     ]
-    return solve("spase", {"nodes": list(nodes.values()), "jobs": jobs}, seed=seed)
+    solution = solve("spase", {"nodes": list(nodes.values()), "jobs": jobs}, seed=seed)
+    names, chosen = list(nodes), {}
+    for work, given, found in zip(works, asked, solution.plan or [], strict=True):
+        number, node, start = _read(found)
+        option = work.option if given is not work and work.option is not None else number
+        chosen[work.name] = Placed(option=option, node=names[node], start=start, end=start)
+    # The bound holds for all plans if nothing runs: costs of moving, which it counts in full, overlap with other jobs.
+    bound = None if any(work.held is not None for work in works) else solution.bound
+    plans = [arranged(works, nodes, chosen, bound=bound, keeps_nodes=keeps) for keeps in (True, False)]
+    return min(plans, key=lambda plan: plan.makespan)
 
 
-def _followed(works: Sequence[Work], nodes: Mapping[str, int], before: FleetPlan) -> FleetPlan:
-    """The plan that is followed now, with what is known by now."""
-    chosen = {}
+def _read(found: object) -> tuple[int, int, float]:
+    """A job's placement, as the solver gives it."""
+    option, node, start = cast(tuple[int, int, float], found)
+    return option, node, start
+
+
+def _leave(work: Work, option: int) -> float:
+    """Seconds before a job can start with an option."""
+    return 0.0 if work.held is None or work.held.option == option else work.held.leave
+
+
+def _improved(
+    plan: FleetPlan, works: Sequence[Work], nodes: Mapping[str, int], changed: Sequence[Work], rng: random.Random
+) -> FleetPlan:
+    """The plan after random changes of one job or two, of which those stay that make it no worse.
+
+    Args:
+        changed: The jobs that get other options, nodes and places in the order.
+    """
+    if not changed:
+        return plan
+    names, largest = list(nodes), max(nodes.values())
+    for _ in range(min(_CHANGES * len(works), _MOST_PLACED // len(works))):
+        chosen = dict(plan.jobs)
+        for work in rng.choices(changed, k=rng.choice((1, 1, 2))):
+            option = rng.randrange(len(work.choices)) if rng.random() < 0.6 else chosen[work.name].option
+            if work.choices[option].devices <= largest:
+                start = rng.uniform(-1.0, plan.makespan)  # perhaps before all others
+                chosen[work.name] = Placed(option=option, node=rng.choice(names), start=start, end=start)
+        found = arranged(works, nodes, chosen, bound=plan.bound)
+        if found.makespan <= plan.makespan:
+            plan = found
+    return plan
+
+
+def _with_fewer_moves(plan: FleetPlan, works: Sequence[Work], nodes: Mapping[str, int]) -> FleetPlan:
+    """The plan without the moves that gain nothing."""
     for work in works:
-        placed = before.jobs[work.name]
-        chosen[work.name] = (placed.option if work.option is None else work.option, placed.start)
-    return arranged(works, nodes, chosen, bound=None)
+        if work.option is not None and plan.jobs[work.name].option != work.option:
+            stays = {**plan.jobs, work.name: replace(plan.jobs[work.name], option=work.option)}
+            found = [arranged(works, nodes, stays, bound=plan.bound, keeps_nodes=keeps) for keeps in (True, False)]
+            without = min(found, key=lambda each: each.makespan)
+            if without.makespan <= plan.makespan:
+                plan = without
+    return plan
+
+
+def _without_moves(plan: FleetPlan, works: Sequence[Work], nodes: Mapping[str, int]) -> FleetPlan:
+    options = {work.name: work.option for work in works if work.option is not None}
+    stay = {name: replace(placed, option=options.get(name, placed.option)) for name, placed in plan.jobs.items()}
+    return arranged(works, nodes, stay, bound=plan.bound)
 
 
 def arranged(
-    works: Sequence[Work], nodes: Mapping[str, int], chosen: Mapping[str, tuple[int, float]], *, bound: float | None
+    works: Sequence[Work],
+    nodes: Mapping[str, int],
+    chosen: Mapping[str, Placed],
+    *,
+    bound: float | None = None,
+    keeps_nodes: bool = True,
 ) -> FleetPlan:
     """A serial schedule: first the jobs that go on as they run, then the others in order, each as early as it can.
 
+    Without running jobs no job starts later than it is chosen to, if the nodes are kept.
+
     Args:
-        chosen: Each job's option, and what orders the jobs.
+        chosen: Each job's option and node; the starts give the order.
+        keeps_nodes: Whether jobs run on the nodes that are chosen, and not on those where they start first.
     """
     profiles = {name: _Profile(devices) for name, devices in nodes.items()}
-    jobs = {}
-    going_on = [work for work in works if work.option is not None and work.option == chosen[work.name][0]]
-    kept = {work.name for work in going_on}
-    rest = sorted((work for work in works if work.name not in kept), key=lambda work: (chosen[work.name][1], work.name))
-    for work in [*going_on, *rest]:
-        option = chosen[work.name][0]
-        choice = work.choices[option]
-        if work.name in kept and work.node in profiles:
-            node, start = work.node, 0.0
+    jobs, rest = {}, []
+    for work in works:
+        held, option = work.held, chosen[work.name].option
+        seconds = work.choices[option].seconds
+        if held is None or held.node not in profiles:
+            rest.append(work)
+        elif held.option == option:
+            jobs[work.name] = Placed(option=option, node=held.node, start=0.0, end=seconds)
+            profiles[held.node].take(0.0, seconds, held.devices)
+        else:
+            profiles[held.node].take(0.0, held.leave, held.devices)
+            rest.append(work)
+    rest.sort(key=lambda work: (chosen[work.name].start, work.name))
+    for work in rest:
+        placed = chosen[work.name]
+        choice, after = work.choices[placed.option], _leave(work, placed.option)
+        if keeps_nodes and nodes.get(placed.node, 0) >= choice.devices:
+            node, start = placed.node, profiles[placed.node].earliest(choice.devices, choice.seconds, after)
         else:
             fitting = [name for name, devices in nodes.items() if devices >= choice.devices]
-            starts = {name: profiles[name].earliest(choice.devices, choice.seconds) for name in fitting}
-            node = min(fitting, key=lambda name: starts[name])
-            start = starts[node]
+            starts = {name: profiles[name].earliest(choice.devices, choice.seconds, after) for name in fitting}
+            node, start = min(starts.items(), key=lambda item: item[1])
         profiles[node].take(start, start + choice.seconds, choice.devices)
-        jobs[work.name] = Placed(option=option, node=node, start=start, end=start + choice.seconds)
+        jobs[work.name] = Placed(option=placed.option, node=node, start=start, end=start + choice.seconds)
     return FleetPlan(jobs=jobs, bound=bound)
 
 
@@ -171,11 +297,11 @@ class _Profile:
         self._times = [0.0]
         self._taken = [0]
 
-    def earliest(self, devices: int, seconds: float) -> float:
-        """The earliest time from which so many devices are free for so long."""
-        start = 0.0
-        for number, taken in enumerate(self._taken):
-            if taken + devices > self._devices:
+    def earliest(self, devices: int, seconds: float, after: float = 0.0) -> float:
+        """The earliest time from ``after`` on from which so many devices are free for so long."""
+        start, most = after, self._devices - devices
+        for number in range(bisect_right(self._times, after) - 1, len(self._times)):
+            if self._taken[number] > most:
                 start = self._times[number + 1]  # the last entry has none taken
             elif number + 1 == len(self._times) or self._times[number + 1] >= start + seconds:
                 return start

@@ -6,33 +6,38 @@ It knows neither processes nor clocks: a :class:`~hydra_ext.fleet.cluster.Cluste
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from hydra_ext.errors import StateError
 from hydra_ext.fleet.cluster.interface import Cluster, Event, Failure, Node, Order, Progress, Task
-from hydra_ext.fleet.scheduling.planning import Choice, FleetPlan, Work, make_plan
+from hydra_ext.fleet.scheduling.planning import Choice, FleetPlan, Held, Planner, Work, make_plan
 from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.scheduling.trials import Option
 
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3  # of a job in a row, without a new checkpoint in between
-_OPEN = 5.0  # seconds to add to the patience for a gang's first step: processes start, models are built
+_OPEN = 5.0  # seconds to add to the patience for a gang's first step, at least: processes start, models are built
 _WEIGHT = 0.2  # of a new step in the mean of a job's seconds a step
+_AS_PLANNED = 0.05  # of the makespan: a job that ends so much earlier or later than planned leaves the plan as it is
+_REST = 20  # times the seconds that a plan has taken pass before the next one, so that devices do not wait for plans
+_SHORTEST = 1e-6  # seconds: no job takes less
 
 
 class JobState(str, Enum):
     WAITING = "waiting"
     RUNNING = "running"
     MOVING = "moving"  # saves and ends, to go on with another option
+    STOPPING = "stopping"  # saves and ends, and does not go on
     DONE = "done"
+    STOPPED = "stopped"
     SET_ASIDE = "set aside"  # failed too often
 
 
-ENDED = (JobState.DONE, JobState.SET_ASIDE)
+ENDED = (JobState.DONE, JobState.STOPPED, JobState.SET_ASIDE)
 
 
 @dataclass
@@ -40,17 +45,20 @@ class Running:
     """A job's gang.
 
     Attributes:
-        heard: When it has last told something.
+        heard: When it has last told something, or has started.
+        opened: Whether the model is built.
         stepped: Whether it has made a step.
+        verdict: Why it was killed; empty if it was not.
     """
 
     gang: int
     option: int
     node: str
     devices: tuple[int, ...]
-    started: float
     heard: float
-    stepped: bool = False
+    opened: bool = field(default=False, init=False)
+    stepped: bool = field(default=False, init=False)
+    verdict: str = field(default="", init=False)
 
 
 @dataclass
@@ -63,58 +71,166 @@ class JobRecord:
         folder: Of its checkpoints and progress.
         step: Steps made, as far as is known.
         saved: Steps of the newest checkpoint.
+        state: What it does now.
         seconds: Of a step with each option, by what was seen in trials and since.
         failures: Messages of failures since the checkpoint before.
         evaluation: The result of ``evaluate``.
+        running: Its gang; None if it has none.
         last_devices: Where its last gang has failed; None if it has not.
     """
 
     job: Mapping[str, Any]
     options: Sequence[Option]
     folder: str
-    state: JobState = JobState.WAITING
     step: int = 0
     saved: int = 0
-    seconds: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    evaluation: float | None = None
-    running: Running | None = None
-    last_devices: tuple[str, tuple[int, ...]] | None = None
+    state: JobState = field(default=JobState.WAITING, init=False)
+    seconds: list[float] = field(init=False)
+    failures: list[str] = field(default_factory=list, init=False)
+    evaluation: float | None = field(default=None, init=False)
+    running: Running | None = field(default=None, init=False)
+    last_devices: tuple[str, tuple[int, ...]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.seconds = [option.step_s for option in self.options]
+        self.take_options(self.options)
+
+    def take_options(self, options: Sequence[Option]) -> None:
+        """Takes the ways to run it, which trials have found."""
+        self.options = options
+        self.seconds = [option.step_s for option in options]
 
     @property
     def name(self) -> str:
         return str(self.job["name"])
 
-    def work(self) -> Work:
-        """The job for the planner: what is left of it."""
-        left = int(self.job["steps"]) - self.step
-        current = self.running if self.state is JobState.RUNNING else None
-        choices = []
-        for number, option in enumerate(self.options):
-            seconds = left * self.seconds[number] + option.save_s
-            if current is None or current.option != number:
-                seconds += option.open_s
-            elif not current.stepped:
-                seconds += option.open_s / 2
-            if current is not None and current.option != number:
-                seconds += self.options[current.option].save_s
-            choices.append(Choice(devices=option.devices, seconds=max(seconds, 1e-6)))
+    def work(self, now: float, interval: float) -> Work:
+        """The job for the planner: what is left of it.
+
+        Args:
+            interval: Seconds between checkpoints.
+        """
+        left, running = max(0, int(self.job["steps"]) - self.step), self.running
+        if running is None:
+            return Work(name=self.name, choices=[self._choice(each, left, interval) for each in self._numbers()])
+        option, since = self.options[running.option], now - running.heard
+        # Of what it does now: it opens, makes a step, or saves behind the last one.
+        under_way = self.seconds[running.option] if left else option.save_s
+        rest = max(0.0, (under_way if running.opened else option.open_s) - since)
+        goes_on = self.state is JobState.RUNNING and not running.verdict
+        leave = rest + option.save_s if left and not running.verdict else rest
+        behind = left - 1 if running.opened and left else left
+        choices = [self._choice(each, behind, interval) for each in self._numbers()]
+        if goes_on:
+            choices[running.option] = self._going_on(left, running, since, interval)
         return Work(
             name=self.name,
             choices=choices,
-            option=None if current is None else current.option,
-            node="" if current is None else current.node,
+            held=Held(
+                node=running.node,
+                devices=len(running.devices),
+                option=running.option if goes_on else None,
+                leave=leave,
+            ),
         )
+
+    def _numbers(self) -> range:
+        return range(len(self.options))
+
+    def _choice(self, number: int, left: int, interval: float) -> Choice:
+        """From a gang's start on."""
+        option, step = self.options[number], self.seconds[number]
+        seconds = option.open_s + left * step + option.save_s * _saves(left * step, step, interval)
+        return Choice(devices=option.devices, seconds=max(seconds, _SHORTEST))
+
+    def _going_on(self, left: int, running: Running, since: float, interval: float) -> Choice:
+        option, step = self.options[running.option], self.seconds[running.option]
+        steps = left * step - (min(since, step) if running.opened and left else 0.0)
+        opening = 0.0 if running.opened else max(0.0, option.open_s - since)
+        saving = option.save_s * _saves(steps, step, interval) if left else max(0.0, option.save_s - since)
+        return Choice(devices=option.devices, seconds=max(opening + steps + saving, _SHORTEST))
+
+
+def _saves(steps: float, step: float, interval: float) -> float:
+    """Checkpoints in so many seconds of steps, and the last one; there is one between two steps at most."""
+    return 1 + steps / max(interval, step)
+
+
+class _Agenda:
+    """When the next plan is made.
+
+    Attributes:
+        made: When the last one was.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self.made = 0.0
+        self._due = 0.0
+        self._rested = 0.0
+
+    @property
+    def next(self) -> float:
+        return max(self._due, self._rested)
+
+    def note(self, begun: float, ended: float) -> None:
+        """A plan was made."""
+        self.made, self._due = begun, begun + self._interval
+        self._rested = ended + _REST * (ended - begun)
+
+    def hurry(self, now: float) -> None:
+        """The plan does not fit what has happened."""
+        self._due = min(self._due, now)
+
+    def insist(self, now: float) -> None:
+        """The plan cannot be followed."""
+        self._due = self._rested = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What is asked while jobs run.
+
+    Attributes:
+        name: Of the job.
+        added: A job that begins, or goes on after it had ended; None for one that is to stop.
+    """
+
+    name: str
+    added: JobRecord | None = None
+
+
+class Desk:
+    """Where the scheduler tells what happens, and asks what to change. This one asks for nothing.
+
+    Attributes:
+        every: Seconds between looks.
+    """
+
+    every = float("inf")
+
+    @property
+    def wants_all_devices(self) -> bool:
+        """Whether all running jobs are to save and end, and :meth:`Scheduler.run` to return."""
+        return False
+
+    def hear(self, job: str, record: Mapping[str, Any]) -> bool:
+        """Hears a record of a job's progress. Returns whether to stop the job."""
+        return False
+
+    def look(self, open_jobs: int) -> Iterable[Change]:
+        """The changes that have been asked for since."""
+        return ()
+
+    def ended(self, job: str, state: JobState) -> None:
+        """Hears that a job does not go on."""
 
 
 class Scheduler:
     """
     Args:
         record: Called with each decision and its details, for the journal.
-        listen: Called with a job's name and each record of its progress.
+        planner: Makes the plans.
+        desk: Told what happens, and asked for changes.
     """
 
     def __init__(
@@ -125,34 +241,90 @@ class Scheduler:
         *,
         gangs: Iterator[int],
         record: Callable[..., None],
-        listen: Callable[[str, Mapping[str, Any]], None] = lambda job, record: None,
+        planner: Planner = make_plan,
+        desk: Desk | None = None,
     ) -> None:
         self._cluster = cluster
         self._jobs = {job.name: job for job in jobs}
         self._settings = settings
         self._gangs = gangs
         self._record = record
-        self._listen = listen
+        self._planner = planner
+        self._running: dict[int, JobRecord] = {}  # by gang
+        self._desk = desk or Desk()
         self._plan: FleetPlan | None = None
         self._nodes: dict[str, Node] = {}
-        self._planned_at = 0.0
+        self._agenda = _Agenda(settings.interval)
         self.plans = 0
 
+    def admit(self, jobs: Sequence[JobRecord]) -> None:
+        """Takes in jobs that begin, or go on after they had ended."""
+        for job in jobs:
+            self._jobs[job.name] = job
+        if jobs:
+            self._agenda.insist(self._cluster.now())
+
     def run(self) -> None:
-        """Runs all jobs until each is done or set aside.
+        """Runs all jobs until each has ended, with its gang; or until the desk wants all devices, and has them.
 
         Raises:
-            StateError: Jobs are left and no node has the devices for them.
+            StateError: Jobs are left and no node has the devices for them; all others have ended.
         """
         self._look_at_nodes()
-        while self._open_jobs():
-            if self._plan is None or self._cluster.now() >= self._planned_at + self._settings.interval:
+        self._look_at_desk()
+        while self._open_jobs() or self._running:
+            if self._desk.wants_all_devices:
+                self._clear()
+                if not self._running:
+                    return
+            elif self._plan is None or self._cluster.now() >= self._agenda.next:
                 self._make_plan()
-            self._dispatch()
+            if not self._desk.wants_all_devices:
+                self._dispatch()
+                if not self._running:
+                    raise self._too_large()
             for event in self._cluster.wait(self._seconds_to_wait()):
                 self._hear(event)
             self._look_for_hanging()
             self._look_at_nodes()
+            self._look_at_desk()
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def _look_at_desk(self) -> None:
+        for change in self._desk.look(len(self._open_jobs())):
+            if change.added is not None:
+                self.admit([change.added])
+            elif change.name in self._jobs:
+                self._stop(self._jobs[change.name])
+            else:
+                logger.warning("there is no job %s to stop", change.name)
+
+    def _stop(self, job: JobRecord) -> None:
+        if job.state in ENDED or job.state is JobState.STOPPING:
+            return
+        if job.running is None:
+            self._end(job, JobState.STOPPED)
+            return
+        if job.state is JobState.RUNNING:
+            self._cluster.stop(job.running.gang)
+        job.state = JobState.STOPPING
+
+    def _end(self, job: JobRecord, state: JobState) -> None:
+        """A job does not go on."""
+        job.state = state
+        if state is JobState.STOPPED:
+            self._record("stopped", job=job.name, at=self._cluster.now(), step=job.step)
+            self._agenda.hurry(self._cluster.now())
+        self._desk.ended(job.name, state)
+
+    def _clear(self) -> None:
+        """Asks all gangs to save and end; their jobs wait then."""
+        for gang, job in self._running.items():
+            if job.state is JobState.RUNNING:
+                job.state = JobState.MOVING
+                self._cluster.stop(gang)
+        self._plan = None
 
     # ---- planning ---------------------------------------------------------------------------------------------------
 
@@ -161,40 +333,43 @@ class Scheduler:
 
     def _look_at_nodes(self) -> None:
         there = {node.name: node for node in self._cluster.nodes()}
-        if there.keys() != self._nodes.keys():
+        if there != self._nodes:
             self._nodes = there
-            self._plan = None
+            self._agenda.insist(self._cluster.now())
 
     def _make_plan(self) -> None:
-        planned = [job for job in self._open_jobs() if job.state is not JobState.MOVING]
+        now = self._cluster.now()
         sizes = {name: len(node.devices) for name, node in self._nodes.items()}
         most = max(sizes.values(), default=0)
-        for job in planned:
-            if not any(option.devices <= most for option in job.options):
-                raise StateError(
-                    f"job {job.name!r} needs {min(option.devices for option in job.options)} devices of one node, and "
-                    f"the largest node that is left has {most}: call resume() when there are more"
-                )
-        works = [job.work() for job in planned]
-        self._planned_at = self._cluster.now()
-        moving = {job.name for job in self._jobs.values() if job.state is JobState.MOVING}
+        planned = [job for job in self._open_jobs() if _least_devices(job) <= most]
+        works = [self._work(job, now) for job in planned]
+        # The number of the plan as seed: each search takes other ways, and the plan that is followed stays if it is
+        # better.
+        before = None if self._plan is None else _from(self._plan, now - self._agenda.made)
+        self._plan = self._planner(works, sizes, seed=self.plans, before=before) if works else FleetPlan(jobs={})
+        self._agenda.note(now, self._cluster.now())
         if not works:
-            self._plan = FleetPlan(jobs={})
             return
-        self._plan = make_plan(works, sizes, seed=0, before=None if moving else self._plan)
         self.plans += 1
         self._record(
             "plan",
-            at=self._planned_at,
+            at=now,
             makespan=self._plan.makespan,
             bound=self._plan.bound,
             jobs={name: [each.option, each.node, each.start, each.end] for name, each in self._plan.jobs.items()},
         )
-        for job in planned:
-            if job.running is not None and self._plan.jobs[job.name].option != job.running.option:
+        for job, work in zip(planned, works, strict=True):
+            option = self._plan.jobs[job.name].option
+            if job.running is not None and work.option is not None and option != work.option:
                 job.state = JobState.MOVING
-                self._record("move", job=job.name, at=self._planned_at, option=self._plan.jobs[job.name].option)
+                self._record("move", job=job.name, at=now, option=option)
                 self._cluster.stop(job.running.gang)
+
+    def _work(self, job: JobRecord, now: float) -> Work:
+        work = job.work(now, self._settings.interval)
+        if work.held is not None and work.held.node not in self._nodes:
+            return replace(work, held=None)  # its gang is lost, and its end is about to be told
+        return work
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
@@ -202,26 +377,27 @@ class Scheduler:
         """Starts what the plan has next on each node. A job never overtakes one that the plan has before it there."""
         if self._plan is None:
             return
-        waiting = [job for job in self._open_jobs() if job.state is JobState.WAITING and job.name in self._plan.jobs]
-        waiting.sort(key=lambda job: (self._placed(job).start, job.name))
-        for name, node in self._nodes.items():
-            for job in waiting:
-                placed = self._placed(job)
-                if placed.node != name:
-                    continue
-                free = self._free_devices(node, job)
-                if len(free) < job.options[placed.option].devices:
-                    break
-                self._start(job, placed.option, node, tuple(free[: job.options[placed.option].devices]))
-
-    def _placed(self, job: JobRecord) -> Any:
-        return self._plan.jobs[job.name] if self._plan is not None else None
+        placed = self._plan.jobs
+        waiting = [
+            job for job in self._open_jobs() if job.name in placed and job.state in (JobState.WAITING, JobState.MOVING)
+        ]
+        waiting.sort(key=lambda job: (placed[job.name].start, job.name))
+        blocked = set()
+        for job in waiting:
+            option, node = placed[job.name].option, self._nodes.get(placed[job.name].node)
+            if node is None or node.name in blocked:
+                continue
+            free, needed = self._free_devices(node, job), job.options[option].devices
+            if job.state is JobState.MOVING or len(free) < needed:
+                blocked.add(node.name)
+            else:
+                self._start(job, option, node, tuple(free[:needed]))
 
     def _free_devices(self, node: Node, job: JobRecord) -> list[int]:
-        """Those of a node, where the job has failed last."""
+        """Those of a node; behind the others the ones where the job has failed last."""
         taken = {
             device
-            for each in self._jobs.values()
+            for each in self._running.values()
             if each.running is not None and each.running.node == node.name
             for device in each.running.devices
         }
@@ -244,7 +420,8 @@ class Scheduler:
             path=self._settings.path,
         )
         job.state = JobState.RUNNING
-        job.running = Running(order.gang, option, node.name, devices, started=now, heard=now)
+        job.running = Running(order.gang, option, node.name, devices, now)
+        self._running[order.gang] = job
         self._record(
             "start",
             job=job.name,
@@ -257,31 +434,40 @@ class Scheduler:
         )
         self._cluster.start(order, node.name, devices)
 
+    def _too_large(self) -> StateError:
+        job = self._open_jobs()[0]
+        most = max((len(node.devices) for node in self._nodes.values()), default=0)
+        return StateError(
+            f"job {job.name!r} needs {_least_devices(job)} devices of one node, and the largest node that is left has "
+            f"{most}: call resume() when there are more"
+        )
+
     # ---- hearing ----------------------------------------------------------------------------------------------------
 
     def _seconds_to_wait(self) -> float:
         """Until the next plan is due, or a job may hang."""
-        now = self._cluster.now()
-        moments = [self._planned_at + self._settings.interval]
-        moments += [self._limit(job.running) for job in self._jobs.values() if job.running is not None]
-        return max(0.0, min(moments) - now)
+        moments = [self._agenda.next, self._cluster.now() + self._desk.every]
+        moments += [self._limit(job) for job in self._running.values()]
+        return max(0.0, min(moments) - self._cluster.now())
 
-    def _limit(self, running: Running) -> float:
-        return running.heard + self._settings.patience + (0.0 if running.stepped else _OPEN)
+    def _limit(self, job: JobRecord) -> float:
+        """The moment from which on a gang counts as hanging; never if it was killed already."""
+        running = job.running
+        if running is None or running.verdict:
+            return float("inf")
+        opening = 0.0 if running.stepped else max(_OPEN, job.options[running.option].open_s)
+        return running.heard + self._settings.patience + opening
 
     def _look_for_hanging(self) -> None:
         now = self._cluster.now()
-        for job in self._jobs.values():
-            if job.running is not None and now > self._limit(job.running):
+        for gang, job in self._running.items():
+            if job.running is not None and now >= self._limit(job):
                 logger.warning("job %s has made no step for %g s and is restarted", job.name, self._settings.patience)
-                job.running.heard = now  # so that it is not killed again before its end is told
-                job.failures.append(f"it made no step for {self._settings.patience:g} s")
-                self._cluster.kill(job.running.gang)
+                job.running.verdict = f"it made no step for {self._settings.patience:g} s"
+                self._cluster.kill(gang)
 
     def _hear(self, event: Event) -> None:
-        job = next(
-            (each for each in self._jobs.values() if each.running is not None and each.running.gang == event.gang), None
-        )
+        job = self._running.get(event.gang)
         if job is None or job.running is None:
             return
         if isinstance(event, Progress):
@@ -290,26 +476,33 @@ class Scheduler:
             self._hear_end(job, job.running, event.failure)
 
     def _hear_progress(self, job: JobRecord, running: Running, record: Mapping[str, Any]) -> None:
-        running.heard = self._cluster.now()
-        self._listen(job.name, record)
+        running.heard, running.opened = self._cluster.now(), True
         happened, step = record["event"], int(record["step"])
-        job.step = step
+        made, job.step = step - job.step, step
         if happened == "step":
-            if running.stepped:  # the first one takes longer
+            if running.stepped or made > 1:  # the first one takes longer
                 known = job.seconds[running.option]
-                job.seconds[running.option] = known + _WEIGHT * (float(record["seconds"]) - known)
+                weight = 1 - (1 - _WEIGHT) ** max(1, made)
+                job.seconds[running.option] = known + weight * (float(record["seconds"]) - known)
             running.stepped = True
-        elif happened == "saved":
+        elif happened in ("opened", "saved"):  # what is opened was saved, even if its gang was killed before it told so
             if step > job.saved:
                 job.failures.clear()
             job.saved = step
         elif happened == "done":
             job.state = JobState.DONE
             job.evaluation = record.get("evaluation")
+        if self._desk.hear(job.name, record) and job.state is not JobState.DONE:
+            self._stop(job)
 
     def _hear_end(self, job: JobRecord, running: Running, failure: Failure | None) -> None:
         job.running = None
+        del self._running[running.gang]
         now = self._cluster.now()
+        if failure is not None and running.verdict:
+            failure = replace(failure, message=running.verdict)
+        elif failure is None and job.state is JobState.RUNNING:
+            failure = Failure(message="it ended before its last step, and was not asked to")
         self._record(
             "end",
             job=job.name,
@@ -319,32 +512,52 @@ class Scheduler:
             state=job.state.value,
             failure=None if failure is None else failure.message,
         )
-        self._plan = self._plan if self._is_as_planned(job, now) else None
-        if job.state is JobState.DONE:
+        if not self._is_as_planned(job, now):
+            self._agenda.hurry(now)
+        if failure is not None and job.state is not JobState.DONE:
+            job.step = job.saved
+        if job.state in (JobState.DONE, JobState.STOPPING):
+            self._end(job, JobState.DONE if job.state is JobState.DONE else JobState.STOPPED)
             return
-        job.step = job.saved if failure is not None else job.step
         job.state = JobState.WAITING
         if failure is not None:
+            self._agenda.hurry(now)
             self._hear_failure(job, running, failure)
 
     def _hear_failure(self, job: JobRecord, running: Running, failure: Failure) -> None:
         logger.warning("job %s has failed: %s", job.name, failure.message)
         job.last_devices = running.node, running.devices
-        if not (failure.is_lost and job.failures and job.failures[-1].startswith("it made no step")):
-            job.failures.append(failure.message)
+        if failure.is_lost and running.node not in {node.name for node in self._cluster.nodes()}:
+            return  # no fault of the job
         if failure.wont_do and len(job.options) > 1:
             job.options = [option for number, option in enumerate(job.options) if number != running.option]
             job.seconds = [seconds for number, seconds in enumerate(job.seconds) if number != running.option]
-            self._plan = None
+            self._plan = None  # it has options by their numbers
+            return
+        job.failures.append(failure.message)
         if len(job.failures) >= MOST_FAILURES:
-            job.state = JobState.SET_ASIDE
             self._record("set aside", job=job.name, failures=job.failures, trace=failure.trace)
+            self._end(job, JobState.SET_ASIDE)
 
     def _is_as_planned(self, job: JobRecord, now: float) -> bool:
-        """Whether a job has ended about when the plan says, so that the plan still holds."""
-        if job.state is not JobState.DONE or self._plan is None or job.name not in self._plan.jobs:
+        """Whether a job has ended about when the plan says, and others wait for its devices: the plan still holds."""
+        if self._plan is None or job.name not in self._plan.jobs:
             return False
-        late = now - self._planned_at - self._plan.jobs[job.name].end
-        return abs(late) <= 0.05 * max(self._plan.makespan, 1e-9) or not any(
-            each.state is JobState.WAITING for each in self._jobs.values()
-        )
+        if job.state is JobState.MOVING:
+            return True
+        late = now - self._agenda.made - self._plan.jobs[job.name].end
+        is_on_time = abs(late) <= _AS_PLANNED * max(self._plan.makespan, _SHORTEST)
+        return is_on_time and any(each.state is JobState.WAITING for each in self._jobs.values())
+
+
+def _least_devices(job: JobRecord) -> int:
+    return min(option.devices for option in job.options)
+
+
+def _from(plan: FleetPlan, seconds: float) -> FleetPlan:
+    """A plan, with its times counted from a later moment."""
+    moved = {
+        name: replace(placed, start=placed.start - seconds, end=placed.end - seconds)
+        for name, placed in plan.jobs.items()
+    }
+    return replace(plan, jobs=moved)

@@ -13,7 +13,7 @@ class Settings:
     Attributes:
         interval: Seconds between plans, and between checkpoints.
         patience: Seconds without a step after which a job counts as hanging.
-        threads: Of torch on the CPU, in each process.
+        threads: Of torch on the CPU, in each process. Sums depend on it, so it stays the same for a fleet's life.
         path: Folders where workers search for modules.
     """
 

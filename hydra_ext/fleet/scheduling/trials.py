@@ -21,6 +21,7 @@ from hydra_ext.fleet.techniques import technique_named
 
 logger = logging.getLogger(__name__)
 
+_TRIED = 10  # times the patience for a step: what a search or a trial may take
 _REFERENCES = ("plain", "offload")  # the first of them that trains on one device has the bits that others must have
 
 
@@ -199,7 +200,7 @@ class Trials:
             while waiting and len(free) >= _needed(waiting[0]):
                 order = waiting.pop(0)
                 own, free = free[: _needed(order)], free[_needed(order) :]
-                running[order.gang] = own, self._cluster.now() + self._settings.patience
+                running[order.gang] = own, self._cluster.now() + _TRIED * self._settings.patience
                 self._cluster.start(order, node.name, own)
             for event in self._cluster.wait(1.0):
                 if isinstance(event, Ended) and event.gang in running:

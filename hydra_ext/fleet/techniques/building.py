@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hydra_ext import optim
 from hydra_ext.errors import InvalidJob
 from hydra_ext.fleet.job import Job, seed_of
+from hydra_ext.optim.host_optimizer import HostOptimizer
 
 _NUMPY_SEEDS = 2**32
 
@@ -52,6 +54,11 @@ def build_optimizer(job: Job, parameters: Iterable[Tensor]) -> Optimizer:
 
 def build_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
     return None if job.schedule is None else job.schedule(optimizer)
+
+
+def clip_of(optimizer: Optimizer) -> Callable[..., Tensor]:
+    """What clips gradients beside an optimizer, as ``run.step`` does."""
+    return optim.clip_grad_norm_ if isinstance(optimizer, HostOptimizer) else nn.utils.clip_grad_norm_
 
 
 class Batches:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
@@ -44,6 +50,15 @@ class Gang:
     rank: int
     ranks: int
 
+    def mean(self, losses: torch.Tensor) -> float:
+        """The mean of all ranks' losses, added up in the order of the ranks."""
+        if self.ranks == 1:
+            return float(losses.mean())
+        own = losses.float().cpu().contiguous()
+        every = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(every, own)
+        return float(torch.cat(every).mean())
+
 
 class Session(ABC):
     """One job's training in this process, as one rank of its gang. All ranks make the same calls."""
@@ -68,6 +83,40 @@ class Session(ABC):
     @abstractmethod
     def load(self, folder: Path) -> tuple[int, Any] | None:
         """Loads the newest checkpoint: its step and ``extra``; None if there is none."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
+        """This rank's optimizers, each with its schedule."""
+
+
+class OwnOptions:
+    """The options of a session's optimizers, such as learning rates, before a checkpoint of another job is loaded.
+
+    A job that begins with another one's checkpoint has its weights, moments and steps, and options of its own.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._options = [
+            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for optimizer, _ in session.trained
+        ]
+        self._schedules = [None if schedule is None else schedule.state_dict() for _, schedule in session.trained]
+
+    def put(self, step: int) -> None:
+        """Puts them in the place of those that were loaded; a schedule is where it is after so many steps."""
+        for (optimizer, schedule), groups, state in zip(
+            self._session.trained, self._options, self._schedules, strict=True
+        ):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
+            if schedule is not None and state is not None:
+                schedule.load_state_dict(state)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch misses the steps of the optimizer, which the other job made
+                    for _ in range(step):
+                        schedule.step()
 
 
 class Technique(ABC):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
@@ -19,6 +19,11 @@ from hydra_ext.fleet.techniques.interface import Configuration, Gang, Session, T
 from hydra_ext.fleet.techniques.plain import evaluated
 from hydra_ext.offload import offload
 from hydra_ext.runtime.run import Run
+
+SUMS_OF_SUMS = (
+    "gradients are sums of ranks' sums: at most 2(n - 1)u / (1 - (n - 1)u) of the sum of their magnitudes, for n "
+    "microbatches and u half of the dtype's epsilon"
+)
 
 
 class Offloading(Technique):
@@ -39,7 +44,7 @@ class Offloading(Technique):
         optimizer = build_optimizer(job, model.parameters())
         schedule = build_schedule(job, optimizer)
         with offload(model, optimizer, budget=gang.device.budget, device=gang.device.given) as run:
-            yield OffloadSession(job, run, schedule, gang)
+            yield OffloadSession(job, run, (optimizer, schedule), gang)
 
 
 class DataParallel(Offloading):
@@ -47,10 +52,7 @@ class DataParallel(Offloading):
 
     name = "data parallel"
     exact = False
-    bound = (
-        "gradients are sums of ranks' sums: at most 2(n - 1)u / (1 - (n - 1)u) of the sum of their magnitudes, for n "
-        "microbatches and u half of the dtype's epsilon"
-    )
+    bound = SUMS_OF_SUMS
 
     def counts(self, devices: int) -> Sequence[int]:
         return range(2, devices + 1)
@@ -66,42 +68,26 @@ class DataParallel(Offloading):
 
 
 class OffloadSession(Session):
-    def __init__(self, job: Job, run: Run, schedule: Any, gang: Gang) -> None:
+    trained: Sequence[tuple[Optimizer, LRScheduler | None]] = ()
+
+    def __init__(self, job: Job, run: Run, trained: tuple[Optimizer, LRScheduler | None], gang: Gang) -> None:
         self._job = job
         self._run = run
-        self._schedule = schedule
+        self.trained = [trained]
+        _, self._schedule = trained
         self._gang = gang
 
     def step(self, microbatches: Sequence[Any], seeds: Sequence[int]) -> float:
-        gang = self._gang
-        if len(microbatches) % gang.ranks:
-            raise WontDo(f"a step has {len(microbatches)} microbatches, which {gang.ranks} ranks cannot share equally")
-        share = len(microbatches) // gang.ranks
-        own = slice(gang.rank * share, (gang.rank + 1) * share)
+        own = share_of(microbatches, self._gang)
         output = self._run.step(
             list(microbatches[own]), self._loss, max_norm=self._job.max_norm, seeds=list(seeds[own])
         )
         if self._schedule is not None:
             self._schedule.step()
-        return self._mean(torch.stack(output.losses), len(microbatches))
-
-    def _mean(self, losses: torch.Tensor, count: int) -> float:
-        """Of all ranks' losses, added up as in the plain loop."""
-        if self._gang.ranks == 1:
-            return float(losses.mean())
-        own = losses.float().cpu().contiguous()
-        every = [torch.empty_like(own) for _ in range(self._gang.ranks)]
-        dist.all_gather(every, own)
-        return float(torch.cat(every).mean())
+        return self._gang.mean(torch.stack(output.losses))
 
     def _loss(self, microbatch: Any) -> torch.Tensor:
-        return self._job.loss(self._run.model, self._moved(microbatch))
-
-    def _moved(self, microbatch: Any) -> Any:
-        device = self._run.device
-        if device.type == "cpu":
-            return microbatch
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch)
+        return self._job.loss(self._run.model, self._gang.device.moved(microbatch))
 
     def evaluate(self, microbatches: Sequence[Any]) -> float:
         return evaluated(self._run.model, self._loss, microbatches)
@@ -112,3 +98,15 @@ class OffloadSession(Session):
     def load(self, folder: Path) -> tuple[int, Any] | None:
         found = self._run.load(folder, schedule=self._schedule)
         return None if found is None else (found.step, found.extra)
+
+
+def share_of(microbatches: Sequence[Any], gang: Gang) -> slice:
+    """A rank's part of a step's microbatches.
+
+    Raises:
+        WontDo: The ranks cannot share them equally.
+    """
+    if len(microbatches) % gang.ranks:
+        raise WontDo(f"a step has {len(microbatches)} microbatches, which {gang.ranks} ranks cannot share equally")
+    share = len(microbatches) // gang.ranks
+    return slice(gang.rank * share, (gang.rank + 1) * share)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.blocks import discover
 from hydra_ext.checkpoint import choosing, loading, saving
@@ -18,9 +19,8 @@ from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.techniques import forecast
-from hydra_ext.fleet.techniques.building import build_model, build_optimizer, build_schedule
+from hydra_ext.fleet.techniques.building import build_model, build_optimizer, build_schedule, clip_of
 from hydra_ext.fleet.techniques.interface import Configuration, Gang, Session, Technique, WontDo
-from hydra_ext.optim import clip_grad_norm_
 from hydra_ext.runtime.saving import snapshot
 from hydra_ext.runtime.saving.snapshot import Training
 
@@ -53,13 +53,13 @@ class Plain(Technique):
 class PlainSession(Session):
     """
     Args:
-        needed: Device bytes without the optimizer's state, whose size shows in the first step.
+        needed: Device bytes without the optimizer's state, whose size shows in the first step; None if it fits.
     """
 
-    def __init__(self, job: Job, device: Device, needed: int) -> None:
+    def __init__(self, job: Job, device: Device, needed: int | None) -> None:
         self._job = job
         self._device = device
-        self._needed: int | None = needed
+        self._needed = needed
         self.model = build_model(job).to(device.torch_device)
         self.optimizer = build_optimizer(job, self.model.parameters())
         self.schedule = build_schedule(job, self.optimizer)
@@ -69,11 +69,11 @@ class PlainSession(Session):
         losses = []
         for microbatch, seed in zip(microbatches, seeds, strict=True):
             torch.manual_seed(seed)
-            loss = self._job.loss(self.model, self._moved(microbatch))
+            loss = self._job.loss(self.model, self._device.moved(microbatch))
             (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         if self._job.max_norm is not None:
-            clip_grad_norm_(self.model.parameters(), self._job.max_norm)
+            clip_of(self.optimizer)(self.model.parameters(), self._job.max_norm)
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
@@ -81,10 +81,6 @@ class PlainSession(Session):
         self._steps += 1
         self._check_room()
         return float(torch.stack(losses).mean())
-
-    def _moved(self, microbatch: Any) -> Any:
-        device = self._device.torch_device
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch)
 
     def _check_room(self) -> None:
         """A simulated device counts nothing here, so the sum is checked once."""
@@ -105,7 +101,7 @@ class PlainSession(Session):
         self._needed = None
 
     def evaluate(self, microbatches: Sequence[Any]) -> float:
-        return evaluated(self.model, lambda each: self._job.loss(self.model, self._moved(each)), microbatches)
+        return evaluated(self.model, lambda each: self._job.loss(self.model, self._device.moved(each)), microbatches)
 
     def save(self, folder: Path, extra: Any) -> None:
         training = self._training()
@@ -120,6 +116,10 @@ class PlainSession(Session):
             found = loading.loaded(reader)
             self._steps = found.step
             return found.step, found.extra
+
+    @property
+    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
+        return [(self.optimizer, self.schedule)]
 
     def _training(self) -> Training:
         return Training(

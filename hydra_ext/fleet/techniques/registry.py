@@ -11,6 +11,7 @@ BUILT_IN = {
     "plain": "hydra_ext.fleet.techniques.plain:Plain",
     "offload": "hydra_ext.fleet.techniques.offloading:Offloading",
     "data parallel": "hydra_ext.fleet.techniques.offloading:DataParallel",
+    "fsdp": "hydra_ext.fleet.techniques.sharded:FullySharded",
     "pipeline": "hydra_ext.fleet.techniques.staged:Staged",
     "pipeline 2bw": "hydra_ext.fleet.techniques.staged:Delayed",
 }

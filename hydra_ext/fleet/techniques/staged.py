@@ -9,12 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.techniques import forecast
-from hydra_ext.fleet.techniques.building import Batches, build_model, build_optimizer, build_schedule, seed_everything
+from hydra_ext.fleet.techniques.building import (
+    Batches,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    clip_of,
+    seed_everything,
+)
 from hydra_ext.fleet.techniques.interface import Configuration, Gang, Session, Technique, WontDo
+from hydra_ext.optim import clip_grad_norm_
 from hydra_ext.pipeline import Pipeline
 
 
@@ -32,6 +42,12 @@ class Staged(Technique):
             raise WontDo(
                 "the forward draws random numbers, and a pipeline draws others than the plain loop; exact=False allows "
                 "them"
+            )
+        clips = job.exact and job.max_norm is not None
+        if clips and clip_of(build_optimizer(job, model.parameters())) is not clip_grad_norm_:
+            raise WontDo(
+                "a pipeline clips as hydra_ext.optim.clip_grad_norm_ does, and beside this optimizer the plain loop "
+                "clips as torch does; take one of hydra_ext.optim, or exact=False"
             )
         return {"schedule": "1f1b", "microbatches": len(microbatches)}
 
@@ -98,6 +114,10 @@ class StagedSession(Session):
     def load(self, folder: Path) -> tuple[int, Any] | None:
         found = self._pipe.load(folder, schedule=self._helpers())
         return None if found is None else (found.step, found.extra)
+
+    @property
+    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
+        return list(zip(self._pipe.optimizers, self._schedules, strict=True))
 
     def _helpers(self) -> list[Any] | None:
         return None if self._job.schedule is None else self._schedules

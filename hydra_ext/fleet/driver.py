@@ -1,0 +1,195 @@
+"""Carries a fleet through in this process: trials, the scheduler, and what people and guides ask meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from hydra_ext.checkpoint import choosing
+from hydra_ext.checkpoint.format.files import Files
+from hydra_ext.errors import InvalidJob, JobDoesNotFit
+from hydra_ext.fleet import control, history
+from hydra_ext.fleet.cluster.interface import Cluster
+from hydra_ext.fleet.cluster.training import CHECKPOINTS
+from hydra_ext.fleet.control import Request, Wish
+from hydra_ext.fleet.guides import Guide
+from hydra_ext.fleet.journal import Journal
+from hydra_ext.fleet.results import Results
+from hydra_ext.fleet.scheduling.scheduler import Change, Desk, JobRecord, JobState, Scheduler
+from hydra_ext.fleet.scheduling.settings import Settings
+from hydra_ext.fleet.scheduling.trials import Trials, kind_of
+from hydra_ext.fleet.tracking import Told
+
+logger = logging.getLogger(__name__)
+
+_LOOK = 0.5  # seconds between looks at requests
+
+
+class Driver(Desk):
+    """
+    Args:
+        folder: Of the fleet.
+        guide: Hears every step, and may propose and stop jobs; None for none.
+    """
+
+    every = _LOOK
+
+    def __init__(self, folder: Path, journal: Journal, cluster: Cluster, told: Told, guide: Guide | None) -> None:
+        self._folder = folder
+        self._journal = journal
+        self._cluster = cluster
+        self._told = told
+        self._guide = guide
+        self._past = history.read(folder, journal.entries)
+        self._offset = self._past.seconds - cluster.now()
+        self._known = dict(self._past.measured)
+        self._names = set(self._past.jobs)
+        self._unmeasured: list[JobRecord] = []
+
+    def run(self) -> Results:
+        """Runs all jobs to their end."""
+        past, given = self._past, self._journal.entries[0]
+        self._unmeasured = [_record_of(job) for job in past.jobs.values() if job.is_open]
+        if self._unmeasured or not past.is_finished or control.is_asked(self._folder):
+            settings = Settings(
+                interval=given["interval"],
+                patience=given["patience"],
+                threads=past.threads or threads_of(self._cluster),
+                path=given["path"],
+            )
+            self._record("begin", at=self._cluster.now(), threads=settings.threads)
+            self._tell_guide_of_the_past()
+            gangs = count(past.next_gang)
+            trials = Trials(
+                self._cluster, self._folder / "trials", given["techniques"], settings, gangs=gangs, record=self._record
+            )
+            scheduler = Scheduler(self._cluster, (), settings, gangs=gangs, record=self._record, desk=self)
+            scheduler.admit(self._measured_together(trials))
+            scheduler.run()
+            while self._unmeasured:
+                scheduler.admit(self._measured_alone(trials))
+                scheduler.run()
+            self._record("finished", at=self._cluster.now())
+        return history.results(history.load(self._folder))
+
+    # ---- the scheduler's desk ---------------------------------------------------------------------------------------
+
+    @property
+    def wants_all_devices(self) -> bool:
+        return bool(self._unmeasured)
+
+    def hear(self, job: str, record: Mapping[str, Any]) -> bool:
+        self._told.hear(job, record)
+        if self._guide is None or record["event"] != "step":
+            return False
+        return self._guide.stops(job, int(record["step"]), float(record["loss"]))
+
+    def look(self, open_jobs: int) -> Iterator[Change]:
+        for request in control.requests(self._folder):
+            if request.wish is Wish.STOP:
+                yield Change(name=request.name)
+            elif request.wish is Wish.RESTART:
+                yield from self._restart(request.name)
+            else:
+                yield from self._add(request)
+        if self._guide is not None:
+            for job in self._guide.propose(open_jobs):
+                yield from self._add(Request(wish=Wish.ADD, name=job.name, job=job.describe()))
+
+    def ended(self, job: str, state: JobState) -> None:
+        if state is not JobState.DONE:
+            self._told.job_ended(job, is_done=False, evaluation=None)
+        if self._guide is not None:
+            self._guide.ended(history.results(history.load(self._folder))[job])
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _record(self, event: str, **more: Any) -> None:
+        at = {"at": more["at"] + self._offset} if "at" in more else {}
+        self._journal.write(event, **{**more, **at}, time=time.time())
+
+    def _tell_guide_of_the_past(self) -> None:
+        if self._guide is not None:
+            for name, job in self._past.jobs.items():
+                for step, loss in sorted(job.track.losses.items()):
+                    self._guide.stops(name, step, loss)
+
+    def _restart(self, name: str) -> Iterator[Change]:
+        job = history.load(self._folder).jobs.get(name)
+        if job is None or job.is_done or job.is_open:
+            logger.warning(
+                "job %s is not restarted: %s", name, "there is none" if job is None else "it has not stopped"
+            )
+            return
+        self._record("restart", job=name, at=self._cluster.now())
+        yield from self._taken_in(_record_of(job))
+
+    def _add(self, request: Request) -> Iterator[Change]:
+        if request.job is None or request.name in self._names:
+            logger.warning("a job %s is there already: the new one of this name is left out", request.name)
+            return
+        folder = self._folder / request.name
+        step = 0 if request.parent is None else _inherit(self._folder / request.parent, folder)
+        self._names.add(request.name)
+        self._record("add", job=request.job, parent=request.parent, step=step, at=self._cluster.now())
+        yield from self._taken_in(JobRecord(request.job, (), str(folder), step=step, saved=step))
+
+    def _taken_in(self, record: JobRecord) -> Iterator[Change]:
+        """The job, if it is known how it runs; otherwise it waits to be measured."""
+        measured = self._known.get(kind_of(record.job, self._cluster.nodes()[0]))
+        if measured is None or not measured.options:
+            self._unmeasured.append(record)
+            return
+        record.take_options(measured.options)
+        yield Change(name=record.name, added=record)
+
+    def _measured_together(self, trials: Trials) -> Sequence[JobRecord]:
+        """The jobs of the beginning. If one of them fits nowhere, none runs."""
+        records, self._unmeasured = self._unmeasured, []
+        if records:
+            self._learn(records, trials)
+        return records
+
+    def _measured_alone(self, trials: Trials) -> Sequence[JobRecord]:
+        """Jobs that have come later. One that fits nowhere is set aside, and the others go on."""
+        records, self._unmeasured = self._unmeasured, []
+        fitting = []
+        for record in records:
+            try:
+                self._learn([record], trials)
+                fitting.append(record)
+            except (InvalidJob, JobDoesNotFit) as error:
+                logger.warning("job %s is set aside: %s", record.name, error)
+                self._record("set aside", job=record.name, failures=[str(error)], trace="")
+                self.ended(record.name, JobState.SET_ASIDE)
+        return fitting
+
+    def _learn(self, records: Sequence[JobRecord], trials: Trials) -> None:
+        found = trials.measure([record.job for record in records], self._known)
+        node = self._cluster.nodes()[0]
+        for record in records:
+            self._known[kind_of(record.job, node)] = found[record.name]
+            record.take_options(found[record.name].options)
+
+
+def _record_of(job: history.JobHistory) -> JobRecord:
+    return JobRecord(job.job, (), str(job.folder), step=job.step, saved=job.step)
+
+
+def _inherit(parent: Path, folder: Path) -> int:
+    """Copies the newest checkpoint of a job to a new one's folder. Returns its step; 0 without one."""
+    with choosing.newest(parent / CHECKPOINTS, Files(), lambda reader: None) as reader:
+        if reader is None:
+            return 0
+        shutil.copytree(reader.path, folder / CHECKPOINTS / reader.path.name)
+        return int(reader.manifest.content["extra"]["step"])
+
+
+def threads_of(cluster: Cluster) -> int:
+    """Of torch in each process: all alike, as sums on the CPU depend on their number."""
+    return max(1, min(node.cores // len(node.devices) for node in cluster.nodes()))

@@ -1,0 +1,120 @@
+"""Fleets in processes of their own, which can be killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.fleet import Fleet, Job
+from hydra_ext.fleet.cluster.progress import ProgressReader
+from support.fleet import trainings
+
+PATIENCE = 60.0
+_LOOK = 0.02
+
+
+def slowly(model: nn.Module, microbatch: tuple[Tensor, Tensor], *, seconds: float) -> Tensor:
+    """The loss, after a time that makes steps last: a fleet has to be caught while it runs."""
+    time.sleep(seconds)
+    return trainings.loss(model, microbatch)
+
+
+SLOW = partial(slowly, seconds=0.02)
+
+
+def two_jobs() -> list[Job]:
+    return [
+        trainings.job("parent", steps=40, schedule=None, max_norm=None, loss=SLOW),
+        trainings.job("other", steps=200, loss=SLOW),
+    ]
+
+
+def three_jobs() -> list[Job]:
+    steps = {"short": 4, "long": 100, "other": 20}
+    return [trainings.job(name, loss=SLOW, steps=count) for name, count in steps.items()]
+
+
+def long_jobs() -> list[Job]:
+    return [trainings.job(f"long-{i}", loss=SLOW, steps=200, seed=i) for i in range(3)]
+
+
+def twelve_jobs() -> list[Job]:
+    slow = partial(slowly, seconds=0.01)
+    return [trainings.job(f"job-{i}", loss=slow, steps=60 + 5 * i, seed=i, lr=1e-3 * (i + 1)) for i in range(12)]
+
+
+def run(folder: str, jobs: str) -> None:
+    """What the process does: it begins, or goes on."""
+    torch.set_num_threads(1)
+    if (Path(folder) / "journal.jsonl").exists():
+        Fleet(folder).resume()
+    else:
+        Fleet(folder, devices=2, budget="1MiB").run(globals()[jobs](), techniques=["plain"], interval=0.1)
+
+
+@contextmanager
+def driven(folder: Path, jobs: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs jobs of this module; it is killed at the end."""
+    program = f"from support.fleet import drives; drives.run({str(folder)!r}, {jobs!r})"
+    places = os.pathsep.join(each for each in sys.path if each)
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": places}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
+    """Waits for something that a fleet in another process does."""
+
+    def looked() -> bool:
+        assert process.poll() is None, "the fleet's process has ended"
+        return condition()
+
+    wait_until(looked)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(_LOOK)
+
+
+def children(process: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return []
+
+
+def workers(driver: int) -> list[int]:
+    """The processes that train, of a process that runs a fleet."""
+    return [worker for zygote in children(driver) for worker in children(zygote)]
+
+
+def shoot(driver: int, what: str, chance: random.Random) -> bool:
+    """Kills one worker, all workers, or the process that runs the fleet. Returns False if nobody was there."""
+    aims = [driver] if what == "driver" else workers(driver)
+    for aim in aims if what == "gang" else [chance.choice(aims)] if aims else []:
+        try:
+            os.kill(aim, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+    return bool(aims)
+
+
+def events(job: Path) -> set[str]:
+    return {record["event"] for record in ProgressReader(job / "progress.jsonl").read()}

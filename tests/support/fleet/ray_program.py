@@ -1,0 +1,78 @@
+"""A fleet on a Ray cluster of three nodes on this machine, one of which is killed while all jobs run.
+
+A program of its own: Ray leaves a signal handler, variables of the environment, and threads. Prints the nodes and
+failures of all stretches as JSON, if every job has the numbers of the job alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray.cluster_utils import Cluster
+
+from hydra_ext.errors import InvalidDevice
+from hydra_ext.fleet import Fleet
+from hydra_ext.fleet.cluster.ray_cluster import RayCluster
+from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.journal import read_only
+from hydra_ext.policy import SimulatedDevice
+from support.fleet import drives
+from support.fleet.comparison import assert_as_alone
+from support.fleet.drives import events
+
+NODE = {"num_cpus": 1, "resources": {"hydra_device": 1}, "object_store_memory": 80 * 2**20}
+LOOK = 0.05
+CARD = Device(name="a card", card=0, simulated=None, budget=2**30)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    # A node counts as gone after a second and a half.
+    health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    head = {**NODE, "include_dashboard": False, "_system_config": health}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        nodes = [cluster.add_node(**NODE) for _ in range(2)]
+        jobs = drives.long_jobs()
+        killer = threading.Thread(target=kill_one, args=(cluster, nodes, folder))
+        killer.daemon = True  # it ends with the program, also if that fails
+        killer.start()
+        fleet = Fleet(folder, devices=[SimulatedDevice()], address=cluster.address, budget="1MiB")
+        results = fleet.run(jobs, techniques=["plain"], interval=0.1)
+        killer.join()
+        assert_as_alone(results, jobs)
+        stretches = [[each.node, each.failure] for job in results.values() for each in job.stretches]
+        print(json.dumps({"stretches": stretches, "refused": refused(cluster.address)}))
+    finally:
+        cluster.shutdown()
+
+
+def kill_one(cluster: Any, nodes: list[Any], folder: Path) -> None:
+    """Kills a node once a job there has saved a checkpoint."""
+    by_name = {node.node_id: node for node in nodes}
+    while True:
+        entries = read_only(folder) if (folder / "journal.jsonl").exists() else []
+        starts = [entry for entry in entries if entry["event"] == "start" and entry["node"] in by_name]
+        saved = [entry for entry in starts if "saved" in events(folder / entry["job"])]
+        if saved:
+            cluster.remove_node(by_name[saved[0]["node"]], allow_graceful=False)
+            return
+        time.sleep(LOOK)
+
+
+def refused(address: str) -> str:
+    try:
+        RayCluster(address, CARD).close()
+    except InvalidDevice as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
