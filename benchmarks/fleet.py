@@ -25,7 +25,7 @@ from hydra_ext.fleet import Fleet, Job, Results, history
 from hydra_ext.fleet.scheduling.trials import Measured
 from hydra_ext.policy import SimulatedDevice
 
-BUDGET = "400KiB"
+BUDGET = "800KiB"
 LINK = 20e6  # bytes a second, each way
 DEVICE = SimulatedDevice(to_device_bytes_per_second=LINK, to_host_bytes_per_second=LINK, poison=False)
 OF_BOUND, OF_ORDERS = 1.05, 1.02
