@@ -1,6 +1,6 @@
 """What people ask of a fleet while it runs: files in its folder, which its process reads and removes.
 
-A request that is made while nobody runs the fleet is answered when it resumes.
+A request that is made while the fleet does not run is answered when it resumes.
 """
 
 from __future__ import annotations

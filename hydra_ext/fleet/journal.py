@@ -21,7 +21,7 @@ NAME = "journal.jsonl"
 
 
 class Journal:
-    """The open journal of a fleet's folder, which nobody else has open.
+    """The open journal of a fleet's folder, which no other process has open.
 
     Args:
         folder: Folder of the fleet; made if it is new.
@@ -46,7 +46,7 @@ class Journal:
                     f"another process runs a fleet in {folder}: wait for it, or give this one a folder of its own"
                 ) from error
             self.entries = self._read()
-        except BaseException:  # re-raised: nobody else closes the file
+        except BaseException:  # re-raised: the file has no other owner yet
             os.close(self._file)
             raise
 

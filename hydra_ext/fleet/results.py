@@ -36,7 +36,7 @@ class Outcome(str, Enum):
 
     OPEN = "open"  # it has not ended
     DONE = "done"  # it has made all its steps
-    STOPPED = "stopped"  # by its fleet's guide, or because somebody asked for it
+    STOPPED = "stopped"  # by its fleet's guide, or on request
     SET_ASIDE = "set aside"  # it has failed too often
 
 

@@ -106,7 +106,7 @@ def workers(driver: int) -> list[int]:
 
 
 def shoot(driver: int, what: str, chance: random.Random) -> bool:
-    """Kills one worker, all workers, or the process that runs the fleet. Returns False if nobody was there."""
+    """Kills one worker, all workers, or the process that runs the fleet. Returns False if there was none."""
     aims = [driver] if what == "driver" else workers(driver)
     for aim in aims if what == "gang" else [chance.choice(aims)] if aims else []:
         try:

@@ -39,7 +39,7 @@ class Tied(nn.Module):
 def exact_loss(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
     """Raises if anything ran under autocast or in another type than the weights'."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise TypeError("autocast is on, and nobody asked for it")
+        raise TypeError("autocast is on, and the job has not asked for it")
     output = model(microbatch[0])
     if output.dtype != torch.float32:
         raise TypeError(f"the forward gave {output.dtype}")
