@@ -15,11 +15,13 @@ from hydra_ext.fleet import Fleet, Gang, Job, Session, Technique, WontDo
 from hydra_ext.fleet.cluster import training
 from hydra_ext.fleet.cluster.interface import Order, Task
 from hydra_ext.fleet.devices import Device, choose
+from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.techniques import technique_named
 from hydra_ext.plan import solve
 from support.fleet import trainings
 from support.fleet.comparison import assert_as_alone
 
+SETTINGS = Settings(interval=1.0, patience=1.0)
 OPTIONS = [{"gpus": 1, "runtime_s": 4.0}, {"gpus": 2, "runtime_s": 2.5}]
 PROBLEM = {"nodes": [4, 4], "jobs": [{"name": str(i), "options": OPTIONS} for i in range(9)]}
 
@@ -102,7 +104,14 @@ def test_8_times_are_taken_when_the_device_is_done(tmp_path: Path, monkeypatch: 
     technique, (device,) = Timed(), choose(1, "1MiB")
     monkeypatch.setattr(Device, "synchronize", lambda self: technique.notes.append("wait"))
     job = trainings.job("a")
-    order = Order(gang=1, task=Task.TRIAL, job=job.describe(), folder=str(tmp_path), devices=[device.describe()])
+    order = Order(
+        gang=1,
+        task=Task.TRIAL,
+        job=job.describe(),
+        folder=str(tmp_path),
+        devices=[device.describe()],
+        settings=SETTINGS,
+    )
     training.try_out(order, job, Gang(device=device, rank=0, ranks=1), technique, begun=time.monotonic())
     steps = training.WARM_UP + training.MEASURED
     assert technique.notes == ["step", "wait"] * steps + ["save"]

@@ -50,12 +50,10 @@ def option(name: str, devices: int, step_s: float = 1.0) -> Option:
         name=name,
         devices=devices,
         configuration={},
-        exact=name != "data parallel",
         bound="" if name != "data parallel" else "sums of sums",
         step_s=step_s,
         open_s=0.5,
         save_s=0.25,
-        digest="",
     )
 
 

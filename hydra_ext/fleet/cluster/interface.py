@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.scheduling.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,10 @@ class Order:
         job: The job, as :meth:`Job.describe` gives it.
         folder: Folder of the job, or of the trial, which all nodes see.
         devices: Descriptions of the devices, one for each rank.
+        settings: How the fleet runs.
         technique: Place of its class; empty for a search.
-        configuration: What the technique has chosen.
-        save_every: Seconds between checkpoints.
-        threads: Of torch on the CPU, in each process.
-        path: Folders where workers search for the job's modules.
-        asked: For a search: places of techniques, each with the devices that it might get.
+        configuration: What the technique has chosen. For a search: under "asked", places of techniques, each with the
+            number of devices that it might get.
     """
 
     gang: int
@@ -57,19 +56,16 @@ class Order:
     job: Mapping[str, Any]
     folder: str
     devices: Sequence[Mapping[str, Any]]
+    settings: Settings
     technique: str = ""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    save_every: float = 600.0
-    threads: int = 1
-    path: Sequence[str] = ()
-    asked: Sequence[tuple[str, int]] = ()
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of(described: Mapping[str, Any]) -> Order:
-        return Order(**{**described, "task": Task(described["task"])})
+        return Order(**{**described, "task": Task(described["task"]), "settings": Settings(**described["settings"])})
 
     @property
     def progress_file(self) -> Path:

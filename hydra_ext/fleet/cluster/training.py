@@ -106,7 +106,7 @@ class Loop:
     def _decided(self, saved: float) -> Decision:
         if self._is_stopped():
             return Decision.STOP
-        return Decision.SAVE if time.monotonic() - saved > self._order.save_every else Decision.GO
+        return Decision.SAVE if time.monotonic() - saved > self._order.settings.interval else Decision.GO
 
     def _save(self, session: Session, step: int) -> None:
         begun = time.monotonic()

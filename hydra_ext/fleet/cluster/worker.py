@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from hydra_ext.fleet.cluster import training
 from hydra_ext.fleet.cluster.interface import Order, Task
@@ -32,8 +33,8 @@ def run(order: Order, rank: int) -> int:
     """Carries out an order as one rank of its gang. Returns the process's exit status."""
     begun, stop = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    sys.path[:] = [*order.path, *(each for each in sys.path if each not in order.path)]
-    torch.set_num_threads(order.threads)
+    sys.path[:] = [*order.settings.path, *(each for each in sys.path if each not in order.settings.path)]
+    torch.set_num_threads(order.settings.threads)
     try:
         job = Job.of(dict(order.job))
         if order.task is Task.SEARCH:
@@ -71,7 +72,7 @@ def _gang(order: Order, rank: int) -> Iterator[Gang]:
         yield Gang(device=device, rank=0, ranks=1)
         return
     # The store by its path: as a URL, a path with a character such as "=" would be another one.
-    meeting = dist.FileStore(str(Path(order.folder).absolute() / f"gang-{order.gang}.meeting"), ranks)
+    meeting = FileStore(str(Path(order.folder).absolute() / f"gang-{order.gang}.meeting"), ranks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of a gang are on one node
     backend = "gloo" if device.card is None else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=ranks)
@@ -85,10 +86,10 @@ def _search(order: Order, job: Job) -> None:
     """Asks each technique for its choice."""
     devices = [Device.of(dict(each)) for each in order.devices]
     answers = []
-    for place, count in order.asked:
+    for place, count in order.configuration["asked"]:
         technique = technique_named(place)
         answer: dict[str, Any] = {"technique": place, "devices": count, "configuration": None, "why_not": ""}
-        answer |= {"exact": technique.exact, "bound": technique.bound, "smallest_budget": None, "name": technique.name}
+        answer |= {"bound": "" if technique.exact else technique.bound, "smallest_budget": None, "name": technique.name}
         try:
             if job.exact and not technique.exact:
                 raise WontDo(f"exact=True rules it out: {technique.bound}")

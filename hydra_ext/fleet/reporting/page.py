@@ -182,7 +182,7 @@ def _add_measured(main: Element, past: History) -> None:
                 _number(option.step_s),
                 _number(option.open_s),
                 _number(option.save_s),
-                "those of the plain loop" if option.exact else option.bound,
+                option.bound or "those of the plain loop",
                 "",
             )
             for option in measured.options

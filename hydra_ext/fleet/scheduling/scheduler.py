@@ -413,11 +413,9 @@ class Scheduler:
             job=job.job,
             folder=job.folder,
             devices=[node.devices[device].describe() for device in devices],
+            settings=self._settings,
             technique=chosen.technique,
             configuration=chosen.configuration,
-            save_every=self._settings.interval,
-            threads=self._settings.threads,
-            path=self._settings.path,
         )
         job.state = JobState.RUNNING
         job.running = Running(order.gang, option, node.name, devices, now)

@@ -34,24 +34,20 @@ class Option:
         name: As in reports.
         devices: Number of devices of one node.
         configuration: What the technique has chosen.
-        exact: Whether it says that it has the bits of the plain loop.
-        bound: How far its numbers may be from these, in words.
+        bound: How far its numbers may be from the plain loop's, in words; empty if it has the same bits.
         step_s: Seconds of a step.
         open_s: Seconds from the start of the processes to the first step.
         save_s: Seconds of a checkpoint.
-        digest: Of the losses and weights of the trial's steps.
     """
 
     technique: str
     name: str
     devices: int
     configuration: Mapping[str, Any]
-    exact: bool
     bound: str
     step_s: float
     open_s: float
     save_s: float
-    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +179,9 @@ class Trials:
             job=job,
             folder=str(self._folder),
             devices=devices,
-            asked=asked,
+            settings=self._settings,
             technique="" if answer is None else answer["technique"],
-            configuration={} if answer is None else answer["configuration"],
-            threads=self._settings.threads,
-            path=self._settings.path,
+            configuration={"asked": asked} if answer is None else answer["configuration"],
         )
 
     def _run(self, orders: Sequence[Order]) -> dict[int, Failure | None]:
@@ -221,31 +215,38 @@ def _concluded(
 ) -> Measured:
     refused = {_label(answer): answer["why_not"] for answer in answers if answer["configuration"] is None}
     budgets = [answer["smallest_budget"] for answer in answers]
-    options = []
+    options: list[Option] = []
+    digests: list[str] = []
     for answer, order in tried:
         failure = failures[order.gang]
         if failure is not None:
             refused[_label(answer)] = failure.message
             budgets.append(failure.smallest_budget)
             continue
-        facts = {key: answer[key] for key in ("technique", "name", "devices", "configuration", "exact", "bound")}
-        times = json.loads(order.result_file.read_text())
-        options.append(Option(**facts, **{key: times[key] for key in ("step_s", "open_s", "save_s", "digest")}))
+        facts = {key: answer[key] for key in ("technique", "name", "devices", "configuration", "bound")}
+        trial = json.loads(order.result_file.read_text())
+        options.append(Option(**facts, **{key: trial[key] for key in ("step_s", "open_s", "save_s")}))
+        digests.append(trial["digest"])
     if exact:
-        options = _exact_ones(options, refused)
+        options = _exact_ones(options, digests, refused)
     return Measured(
         options=options, refused=refused, smallest_budget=min((each for each in budgets if each), default=None)
     )
 
 
-def _exact_ones(options: Sequence[Option], refused: dict[str, str]) -> list[Option]:
-    """Those whose trial gave the bits of the plain loop."""
-    alone = {option.technique: option.digest for option in options if option.devices == 1}
+def _exact_ones(options: Sequence[Option], digests: Sequence[str], refused: dict[str, str]) -> list[Option]:
+    """Those whose trial gave the bits of the plain loop.
+
+    Args:
+        digests: Of the losses and weights of each option's trial.
+    """
+    pairs = list(zip(options, digests, strict=True))
+    alone = {option.technique: digest for option, digest in pairs if option.devices == 1}
     reference = next((alone[place] for place in _REFERENCES if place in alone), None)
     kept = []
-    for option in options:
+    for option, digest in pairs:
         label = f"{option.name} on {option.devices}"
-        if reference is not None and option.digest != reference:
+        if reference is not None and digest != reference:
             refused[label] = "its losses or weights differ from the plain loop's, after the steps that were tried"
             logger.warning("%s gives other numbers than the plain loop, and is not used with exact=True", label)
         else:

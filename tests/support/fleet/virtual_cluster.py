@@ -272,7 +272,7 @@ class VirtualCluster:
             self._befall(number, gang, fault)
         elif gang.step >= gang.steps or gang.is_stopped:
             self._enter(gang, _Phase.SAVES_LAST, gang.speed.save)
-        elif self._clock - gang.saved_at > gang.order.save_every:
+        elif self._clock - gang.saved_at > gang.order.settings.interval:
             self._enter(gang, _Phase.SAVES, gang.speed.save)
         else:
             self._make_steps(gang, fault)
@@ -305,7 +305,7 @@ class VirtualCluster:
         count = 1 if gang.is_stopped else gang.steps - gang.step
         if fault is not None and fault.step > gang.step:
             count = min(count, fault.step - gang.step)
-        due = (gang.saved_at + gang.order.save_every - self._clock) / gang.speed.step
+        due = (gang.saved_at + gang.order.settings.interval - self._clock) / gang.speed.step
         gang.count = min(count, max(1, math.floor(min(due, _MOST_STEPS)) + 1))
         self._enter(gang, _Phase.STEPS, gang.count * gang.speed.step)
 

@@ -89,12 +89,10 @@ class VirtualFleet:
                 name=f"on {devices}",
                 devices=devices,
                 configuration={},
-                exact=True,
                 bound="",
                 step_s=seconds / self.steps,
                 open_s=self.open,
                 save_s=self.save,
-                digest="",
             )
             for devices, seconds in curve.items()
         ]
