@@ -18,7 +18,7 @@ from hydra_ext.errors import JournalError, TraceFileError
 from hydra_ext.fleet import history
 from hydra_ext.fleet.history import Foreseen, History, PastPlan
 from hydra_ext.fleet.reporting import bars, charts, page, palette, status
-from hydra_ext.fleet.scheduling.planning import Choice, Work, arranged
+from hydra_ext.fleet.scheduling.planning import Choice, Placed, Work, arranged
 from support import fleet_folders
 from support.fleet_folders import BEGIN, OPTIONS, Written
 
@@ -215,8 +215,11 @@ def test_a_plan_has_room_on_the_devices_that_there_are(jobs: list[tuple[int, flo
         Work(name=f"job {i}", choices=[Choice(devices=devices, seconds=seconds)])
         for i, (devices, seconds, _) in enumerate(jobs)
     ]
-    chosen = {work.name: (0, order) for work, (_, _, order) in zip(works, jobs, strict=True)}
-    plan = arranged(works, {"one": 4, "other": 4}, chosen, bound=None)
+    chosen = {
+        work.name: Placed(option=0, node="one" if i % 3 else "other", start=jobs[i][2], end=0.0)
+        for i, work in enumerate(works)
+    }
+    plan = arranged(works, {"one": 4, "other": 4}, chosen)
     foreseen = {
         work.name: Foreseen(
             technique="t",

@@ -71,7 +71,8 @@ def _gang(order: Order, rank: int) -> Iterator[Gang]:
         yield Gang(device=device, rank=0, ranks=1)
         return
     # The store by its path: as a URL, a path with a character such as "=" would be another one.
-    meeting = dist.FileStore(str(Path(order.folder).absolute() / f"gang-{order.gang}.meeting"), ranks)
+    place = str(Path(order.folder).absolute() / f"gang-{order.gang}.meeting")
+    meeting = dist.FileStore(place, ranks)  # type: ignore[attr-defined]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of a gang are on one node
     backend = "gloo" if device.card is None else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=ranks)
