@@ -82,6 +82,11 @@ $(VENV)/.deps-test: $(VENV)/.deps
 	$(PIP) -r $(VENV)/requirements-test.txt
 	@touch $@
 
+$(VENV)/.deps-full: $(VENV)/.deps-test
+	$(PYTHON) tools/requirements.py full > $(VENV)/requirements-full.txt
+	$(PIP) -r $(VENV)/requirements-full.txt
+	@touch $@
+
 $(VENV)/.deps-dev: $(VENV)/.deps
 	$(PYTHON) tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) -r $(VENV)/requirements-dev.txt
@@ -119,7 +124,7 @@ check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: li
 pytest: $(BUILD)/.built $(VENV)/.deps-test ## a sample of the Python tests, WORKERS=2 at a time; SAMPLE= runs every case, but the long ones
 	$(PYTEST) $(PARALLEL) $(SAMPLE) .
 
-test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full $(if $(NVCC),emulated-test-full)) ## every case of every test that needs no GPU, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
+test-full: $(BUILD)/.built $(VENV)/.deps-full $(if $(SHARD),,other-key ctest-full $(if $(NVCC),emulated-test-full)) ## every case of every test that needs no GPU, C++ tests also without sanitizers, in SHARDS=4 runs; SHARD=2 runs one of them
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu and not emulated" --shard=$$shard/$(SHARDS) .); done
 

@@ -278,6 +278,25 @@ def test_a_plan_has_runs_of_units_without_a_wait() -> None:
     assert makespan == 21.0
 
 
+def test_the_judge_of_these_tests_sees_what_is_wrong() -> None:
+    problem = {"devices": 2, "jobs": [{"name": "a", "unit_seconds": [2.0, 2.0]}, {"name": "b", "unit_seconds": [4.0]}]}
+    good = [[[0, 0, 1, 0.0]], [[1, 0, 0, 0.0]]]
+    assert judge(problem, good) == 4.0
+    assert not idles_in_vain(problem, good)
+    for bad in (
+        [[[0, 0, 0, 0.0]], [[1, 0, 0, 0.0]]],  # a unit is missing
+        [[[0, 0, 1, 0.0], [1, 0, 0, 3.0]], []],  # two at a time on a device
+        [[[0, 0, 0, 0.0]], [[0, 1, 1, 1.0], [1, 0, 0, 3.0]]],  # two of a job
+        [[[0, 1, 1, 0.0], [0, 0, 0, 2.0]], [[1, 0, 0, 0.0]]],  # out of order
+        [[[0, 0, 1, 0.0], [0, 0, 0, 4.0]], [[1, 0, 0, 0.0]]],  # one runs twice
+    ):
+        with pytest.raises(ValueError, match=r"begins before|out of order"):
+            judge(problem, bad)
+    late = [[[0, 0, 1, 0.0]], [[1, 0, 0, 1.0]]]
+    assert judge(problem, late) == 5.0
+    assert idles_in_vain(problem, late)
+
+
 def test_no_jobs_take_no_time() -> None:
     assert solve("units", {"devices": 2, "jobs": []}) == Solution(objective=0.0, plan=[[], []], bound=0.0)
 
