@@ -216,10 +216,10 @@ def test_a_plan_has_room_on_the_devices_that_there_are(jobs: list[tuple[int, flo
         for i, (devices, seconds, _) in enumerate(jobs)
     ]
     chosen = {
-        work.name: Placed(option=0, node="one", start=order, end=order)
-        for work, (_, _, order) in zip(works, jobs, strict=True)
+        work.name: Placed(option=0, node="one" if i % 3 else "other", start=jobs[i][2], end=0.0)
+        for i, work in enumerate(works)
     }
-    plan = arranged(works, {"one": 4, "other": 4}, chosen, keeps_nodes=False)
+    plan = arranged(works, {"one": 4, "other": 4}, chosen)
     foreseen = {
         work.name: Foreseen(
             technique="t",

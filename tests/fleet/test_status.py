@@ -103,6 +103,26 @@ def test_a_job_that_was_asked_to_move_is_moving_until_its_gang_ends(tmp_path: Pa
     assert [(move.technique, move.devices) for move in history.load(tmp_path).jobs["a"].moves] == [("pipeline", 2)]
 
 
+def test_jobs_may_be_stopped_restarted_and_added(tmp_path: Path) -> None:
+    written = Written(tmp_path, [fleet_folders.job("a")])
+    written.measured("a", OPTIONS)
+    written.plan(1.0, a=(0, 0.0, 5.0))
+    written.start(1.0, "a", 7, 0, "plain", 0)
+    written.steps(1.0, "a", 7, 1, 3)
+    written.progress(4.0, "a", 7, "saved", 3, seconds=0.1)
+    written.end(4.0, "a", 7, 3, "stopping")
+    written.note("stopped", 4.0, job="a", step=3)
+    written.note("add", 4.5, job=fleet_folders.job("b", steps=20).describe(), parent=None, step=0)
+    jobs = by_name(at(tmp_path, 5.0))
+    assert [(job.state, job.step, job.steps) for job in jobs.values()] == [
+        (JobState.STOPPED, 3, 10),
+        (JobState.WAITING, 0, 20),
+    ]
+    assert (jobs["a"].technique, jobs["a"].eta_seconds) == ("plain", None)
+    written.note("restart", 5.0, job="a")
+    assert by_name(at(tmp_path, 5.0))["a"].state is JobState.WAITING
+
+
 def test_the_lock_of_the_workers_is_the_sign_of_life(tmp_path: Path) -> None:
     written = Written(tmp_path, [fleet_folders.job("a")])
     with lived(tmp_path):

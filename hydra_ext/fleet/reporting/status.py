@@ -26,7 +26,7 @@ class FleetState(str, Enum):
     MEASURING = "measuring"  # trials run; there is no plan yet
     RUNNING = "running"
     STOPPED = "stopped"  # its process has ended, and jobs are left
-    FINISHED = "finished"  # all jobs are done or set aside
+    FINISHED = "finished"  # all jobs are done, stopped or set aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +187,15 @@ def _state(job: JobHistory) -> JobState:
         return JobState.DONE
     if job.failures:
         return JobState.SET_ASIDE
+    if job.is_stopped:
+        return JobState.STOPPED
     if job.is_running:
         return JobState.MOVING if job.is_moving else JobState.RUNNING
     return JobState.WAITING
 
 
 def _technique(job: JobHistory, foreseen: Foreseen | None) -> str:
-    if job.stretches and (job.is_running or job.is_done or job.failures or foreseen is None):
+    if job.stretches and (job.is_running or not job.is_open or foreseen is None):
         return job.stretches[-1].technique
     return "" if foreseen is None else foreseen.technique
 
