@@ -132,6 +132,8 @@ def test_a_job_whose_gang_is_killed_goes_on_elsewhere_from_its_last_checkpoint()
     assert second.first == pytest.approx(3000, abs=1)
     assert second.devices == (2,)
     assert first.devices != second.devices
+    [plan] = [entry for entry in fleet.events("plan") if entry["at"] == 450.0]
+    assert plan["makespan"] == pytest.approx(700, abs=1)
 
 
 def test_the_jobs_of_a_lost_node_go_on_on_the_others() -> None:
@@ -200,6 +202,13 @@ def test_a_job_that_waits_does_not_take_the_devices_that_one_moves_to() -> None:
     assert (len(before.devices), len(behind.devices)) == (2, 4)
     assert behind.start == before.end == pytest.approx(120, abs=1)  # it saves for 10 s, as the first job has
     assert fleet.stretches("waits")[0].start == behind.end
+
+
+def test_the_end_of_the_last_gang_is_waited_for() -> None:
+    fleet = VirtualFleet({"a": 1}, {"job": ALONE, "other": ALONE})
+    fleet.cluster.speeds = lambda job, technique, devices: Speed(0.1, exit=7.0)
+    assert fleet.run() == pytest.approx(2014.0)
+    assert [entry["failure"] for entry in fleet.events("end")] == [None, None]
 
 
 # ---- introspection --------------------------------------------------------------------------------------------------

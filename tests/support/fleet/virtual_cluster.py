@@ -30,6 +30,7 @@ class Speed:
     step: float
     open: float = 0.0
     save: float = 0.0
+    exit: float = 0.0  # from the last word of a gang to its end
 
 
 class Trouble(Enum):
@@ -72,6 +73,7 @@ class _Phase(Enum):
     SAVES = "saves"
     SAVES_LAST = "saves for the last time"
     HANGS = "hangs"
+    EXITS = "exits"
 
 
 @dataclass
@@ -251,6 +253,8 @@ class VirtualCluster:
             self._tell_steps(number, gang)
             gang.step += gang.count
             self._decide(number, gang)
+        elif gang.phase is _Phase.EXITS:
+            self._end(number, None)
         else:
             self.saved[gang.job] = gang.step
             self._tell(number, "saved", gang.step)
@@ -262,7 +266,7 @@ class VirtualCluster:
                 self._tell(number, "done", gang.step, evaluation=None)
             else:
                 self._tell(number, "stopped", gang.step)
-            self._end(number, None)
+            self._enter(gang, _Phase.EXITS, gang.speed.exit)
 
     def _decide(self, number: int, gang: _Gang) -> None:
         """Between two steps."""
