@@ -19,6 +19,7 @@ from hydra_ext.fleet.devices import Device
 from hydra_ext.policy import SimulatedDevice
 
 _SPINS = 1000  # waits in a row in which nothing happens and no time passes
+_MOST_WAITS = 5000  # of a fleet that ends
 _ROUNDING = 1e-6  # of a step
 _MOST_STEPS = 1e15
 
@@ -213,6 +214,7 @@ class VirtualCluster:
         events, self._events = self._events, []
         self._spins = self._spins + 1 if not events and self._clock == begun else 0
         assert self._spins < _SPINS, "the fleet looks and looks, and does not wait"
+        assert self.waits < _MOST_WAITS, "the fleet does not end"
         return events
 
     def close(self) -> None:
@@ -327,6 +329,7 @@ class VirtualCluster:
 
     def _end(self, number: int, failure: Failure | None) -> None:
         gang = self._gangs.pop(number)
+        self._tell_steps(number, gang)
         self.stretches.append(
             Stretch(
                 gang.job,
