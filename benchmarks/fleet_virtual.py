@@ -133,10 +133,6 @@ class Cell:
         draws = [self.fleet(by_rule(lambda problem, n=n: drawn(problem, n))).cluster.now() for n in range(DRAWS)]  # type: ignore[misc]
         return seconds | {"random": statistics.fmean(draws)}
 
-    def bound(self) -> float:
-        """Seconds that nothing can stay below without moves: opening and the last checkpoint count."""
-        return float(self.fleet(once).events("plan")[0]["bound"])
-
 
 def with_exact_estimates(interval: float) -> list[str]:
     print(
@@ -152,8 +148,8 @@ def with_exact_estimates(interval: float) -> list[str]:
             fleet = cell.fleet(make_plan)
             planning_s = time.process_time() - begun
             ours, at_once, rules = fleet.cluster.now(), cell.fleet(once).cluster.now(), cell.rules()
-            margin = min(rules.values()) / ours
-            texts = [family, layout, f"{ours / HOUR:.2f}", f"{at_once / ours:.3f}", f"{cell.bound() / HOUR:.2f}"]
+            margin, bound = min(rules.values()) / ours, fleet.events("plan")[0]["bound"]
+            texts = [family, layout, f"{ours / HOUR:.2f}", f"{at_once / ours:.3f}", f"{bound / HOUR:.2f}"]
             texts += [str(fleet.moves), str(fleet.scheduler.plans), f"{planning_s:.1f}"]
             texts += [f"{seconds / ours:.2f}" for seconds in rules.values()]
             texts += [f"{margin:.3f}", f"{PUBLISHED[family]:.2f}"]

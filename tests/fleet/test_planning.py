@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from hydra_ext.fleet.scheduling.planning import (
     lower_bound,
     make_plan,
 )
+from hydra_ext.plan import Solution
 from support.plan.jobs import shortest, small_problem
 
 Nodes = dict[str, int]
@@ -214,18 +216,67 @@ def test_a_small_job_leaves_the_large_node_to_the_job_that_needs_it() -> None:
 
 def test_only_the_moves_that_gain_something_are_made() -> None:
     # The long job gains from the second device; so would the short one, but nothing ends sooner for it.
-    long = Work(
-        name="long",
-        choices=[Choice(devices=1, seconds=100.0), Choice(devices=2, seconds=50.0)],
-        held=Held(node="a", devices=1, option=0),
+    works = [
+        Work(
+            name=name,
+            choices=[Choice(devices=1, seconds=seconds), Choice(devices=2, seconds=seconds / 2)],
+            held=Held(node=node, devices=1, option=0),
+        )
+        for name, node, seconds in (("long", "a", 100.0), ("short", "b", 30.0))
+    ]
+    nodes = {"a": 2, "b": 2}
+    both = arranged(
+        works, nodes, {work.name: Placed(option=1, node="ab"[i], start=0.0, end=0.0) for i, work in enumerate(works)}
     )
-    short = Work(
-        name="short",
-        choices=[Choice(devices=1, seconds=30.0), Choice(devices=2, seconds=15.0)],
-        held=Held(node="b", devices=1, option=0),
+    for plan in (planning._with_fewer_moves(both, works, nodes), make_plan(works, nodes, seed=0, before=None)):
+        assert {name: placed.option for name, placed in plan.jobs.items()} == {"long": 1, "short": 0}
+
+
+Problem = dict[str, Any]
+
+
+def found_by(rule: Callable[[Problem], list[int]], seen: list[Problem]) -> Callable[..., Solution]:
+    """A solver that chooses options by a rule, and has all jobs one behind the other."""
+
+    def solve(kind: str, problem: Problem, *, seed: int) -> Solution:
+        seen.append(problem)
+        plan = [[option, 0, float(start)] for start, option in enumerate(rule(problem))]
+        return Solution(objective=None, plan=plan, bound=0.0)
+
+    return solve
+
+
+def test_the_plan_that_is_followed_stays_if_the_search_finds_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = [
+        Work(name=f"job{i}", choices=[Choice(devices=1, seconds=100.0), Choice(devices=2, seconds=80.0)])
+        for i in range(3)
+    ]
+    before = make_plan(works, {"a": 2}, seed=0, before=None)
+    monkeypatch.setattr(planning, "solve", found_by(lambda problem: [1, 1, 1], []))
+    assert make_plan(works, {"a": 2}, seed=0, before=None).makespan == 240.0
+    assert make_plan(works, {"a": 2}, seed=0, before=before).makespan == before.makespan == 180.0
+
+
+def test_what_a_plan_with_moves_gains_without_them_is_no_reason_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Work(
+        name="runs",
+        choices=[Choice(devices=1, seconds=100.0), Choice(devices=1, seconds=90.0)],
+        held=Held(node="a", devices=1, option=0, leave=9.0),
     )
-    plan = make_plan([long, short], {"a": 2, "b": 2}, seed=0, before=None)
-    assert {name: placed.option for name, placed in plan.jobs.items()} == {"long": 1, "short": 0}
+    waits = [
+        Work(name=f"waits{i}", choices=[Choice(devices=1, seconds=50.0), Choice(devices=1, seconds=70.0)])
+        for i in range(3)
+    ]
+    seen: list[Problem] = []
+    # Where the running job has one option, the search takes the slow ones of the others.
+    rule = found_by(lambda problem: [0, 1, 1, 1] if len(problem["jobs"][0]["options"]) == 1 else [1, 0, 0, 0], seen)
+    monkeypatch.setattr(planning, "solve", rule)
+    monkeypatch.setattr(planning, "_CHANGES", 0)
+    monkeypatch.setattr(planning, "_with_fewer_moves", lambda plan, works, nodes: plan)
+    plan = make_plan([runs, *waits], {"a": 2}, seed=0, before=None)
+    assert [placed.option for placed in plan.jobs.values()] == [0, 0, 0, 0]
+    assert plan.makespan == 150.0
+    assert [option["runtime_s"] for option in seen[1]["jobs"][0]["options"]] == [100.0, 99.0]
 
 
 def test_a_plan_cannot_be_followed_without_its_jobs_and_nodes() -> None:

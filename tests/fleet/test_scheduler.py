@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ext.errors import StateError
-from hydra_ext.fleet.scheduling.planning import FleetPlan, Placed, Work, arranged, make_plan
+from hydra_ext.fleet.scheduling.planning import (
+    Choice,
+    FleetPlan,
+    Placed,
+    Work,
+    arranged,
+    lower_bound,
+    make_plan,
+)
 from hydra_ext.fleet.scheduling.scheduler import MOST_FAILURES, JobState
 from support.fleet.virtual_cluster import Fault, Speed, Trouble
 from support.fleet.virtual_fleet import Curve, VirtualFleet, once
@@ -132,6 +140,8 @@ def test_a_job_whose_gang_is_killed_goes_on_elsewhere_from_its_last_checkpoint()
     assert second.first == pytest.approx(3000, abs=1)
     assert second.devices == (2,)
     assert first.devices != second.devices
+    [plan] = [entry for entry in fleet.events("plan") if entry["at"] == 450.0]
+    assert plan["makespan"] == pytest.approx(700, abs=1)
 
 
 def test_the_jobs_of_a_lost_node_go_on_on_the_others() -> None:
@@ -202,6 +212,13 @@ def test_a_job_that_waits_does_not_take_the_devices_that_one_moves_to() -> None:
     assert fleet.stretches("waits")[0].start == behind.end
 
 
+def test_the_end_of_the_last_gang_is_waited_for() -> None:
+    fleet = VirtualFleet({"a": 1}, {"job": ALONE, "other": ALONE})
+    fleet.cluster.speeds = lambda job, technique, devices: Speed(0.1, exit=7.0)
+    assert fleet.run() == pytest.approx(2014.0)
+    assert [entry["failure"] for entry in fleet.events("end")] == [None, None]
+
+
 # ---- introspection --------------------------------------------------------------------------------------------------
 def both(
     seed: int, *, cost: float = 0.0, error: float = 0.0, troubles: Sequence[Fault] = ()
@@ -236,7 +253,11 @@ def both(
 def test_with_exact_estimates_and_free_moves_it_is_never_later_than_its_first_plan(seed: int) -> None:
     at_once, fleet = both(seed)
     assert fleet.cluster.now() <= at_once * (1 + 1e-6)
-    assert fleet.cluster.now() >= fleet.events("plan")[0]["bound"] * 0.5
+    works = [
+        Work(name=name, choices=[Choice(devices=devices, seconds=seconds) for devices, seconds in curve.items()])
+        for name, curve in fleet.jobs.items()
+    ]
+    assert fleet.cluster.now() >= lower_bound(works, fleet.sizes) * (1 - 1e-6)  # which holds for moves, too
 
 
 @pytest.mark.cases(4)

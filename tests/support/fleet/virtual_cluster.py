@@ -19,6 +19,7 @@ from hydra_ext.fleet.devices import Device
 from hydra_ext.policy import SimulatedDevice
 
 _SPINS = 1000  # waits in a row in which nothing happens and no time passes
+_MOST_WAITS = 5000  # of a fleet that ends
 _ROUNDING = 1e-6  # of a step
 _MOST_STEPS = 1e15
 
@@ -30,6 +31,7 @@ class Speed:
     step: float
     open: float = 0.0
     save: float = 0.0
+    exit: float = 0.0  # from the last word of a gang to its end
 
 
 class Trouble(Enum):
@@ -72,6 +74,7 @@ class _Phase(Enum):
     SAVES = "saves"
     SAVES_LAST = "saves for the last time"
     HANGS = "hangs"
+    EXITS = "exits"
 
 
 @dataclass
@@ -211,6 +214,7 @@ class VirtualCluster:
         events, self._events = self._events, []
         self._spins = self._spins + 1 if not events and self._clock == begun else 0
         assert self._spins < _SPINS, "the fleet looks and looks, and does not wait"
+        assert self.waits < _MOST_WAITS, "the fleet does not end"
         return events
 
     def close(self) -> None:
@@ -251,6 +255,8 @@ class VirtualCluster:
             self._tell_steps(number, gang)
             gang.step += gang.count
             self._decide(number, gang)
+        elif gang.phase is _Phase.EXITS:
+            self._end(number, None)
         else:
             self.saved[gang.job] = gang.step
             self._tell(number, "saved", gang.step)
@@ -262,7 +268,7 @@ class VirtualCluster:
                 self._tell(number, "done", gang.step, evaluation=None)
             else:
                 self._tell(number, "stopped", gang.step)
-            self._end(number, None)
+            self._enter(gang, _Phase.EXITS, gang.speed.exit)
 
     def _decide(self, number: int, gang: _Gang) -> None:
         """Between two steps."""
@@ -323,6 +329,7 @@ class VirtualCluster:
 
     def _end(self, number: int, failure: Failure | None) -> None:
         gang = self._gangs.pop(number)
+        self._tell_steps(number, gang)
         self.stretches.append(
             Stretch(
                 gang.job,
