@@ -19,11 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support.fleet import language_models
-
 from hydra_ext.fleet import Fleet, Job, Results, history
 from hydra_ext.fleet.scheduling.trials import Measured
 from hydra_ext.policy import SimulatedDevice
+from support.fleet import language_models
 
 BUDGET = "800KiB"
 LINK = 20e6  # bytes a second, each way

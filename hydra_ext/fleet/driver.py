@@ -22,7 +22,7 @@ from hydra_ext.fleet.journal import Journal
 from hydra_ext.fleet.results import Results
 from hydra_ext.fleet.scheduling.scheduler import Change, Desk, JobRecord, JobState, Scheduler
 from hydra_ext.fleet.scheduling.settings import Settings
-from hydra_ext.fleet.scheduling.trials import Trials, kind_of
+from hydra_ext.fleet.scheduling.trials import Trials, kind_of, largest_node
 from hydra_ext.fleet.tracking import Told
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Driver(Desk):
 
     def _taken_in(self, record: JobRecord) -> Iterator[Change]:
         """The job, if it is known how it runs; otherwise it waits to be measured."""
-        measured = self._known.get(kind_of(record.job, self._cluster.nodes()[0]))
+        measured = self._known.get(kind_of(record.job, largest_node(self._cluster)))
         if measured is None or not measured.options:
             self._unmeasured.append(record)
             return
@@ -171,7 +171,7 @@ class Driver(Desk):
 
     def _learn(self, records: Sequence[JobRecord], trials: Trials) -> None:
         found = trials.measure([record.job for record in records], self._known)
-        node = self._cluster.nodes()[0]
+        node = largest_node(self._cluster)
         for record in records:
             self._known[kind_of(record.job, node)] = found[record.name]
             record.take_options(found[record.name].options)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,13 @@ class Loop:
             loss = session.step(microbatches, job.seeds(step, len(microbatches)))
             step += 1
             self._tell("step", step, loss=loss, seconds=time.monotonic() - begun)
-        evaluation = None if job.evaluate is None else session.evaluate(list(job.evaluate()))
+        evaluation = None if job.evaluate is None else session.evaluate(self._heard(list(job.evaluate()), step))
         self._save(session, step)
         self._tell("done", step, evaluation=evaluation)
+
+    def _heard(self, microbatches: list[Any], step: int) -> Sequence[Any]:
+        """Microbatches of an evaluation: each gives a sign of life, as an evaluation may take long."""
+        return _Heard(microbatches, lambda: self._tell("evaluating", step))
 
     def _decided(self, saved: float) -> Decision:
         if self._is_stopped():
@@ -116,6 +120,21 @@ class Loop:
     def _tell(self, event: str, step: int, **more: Any) -> None:
         if self._progress is not None:
             self._progress.write(event, step, time=time.time(), **more)
+
+
+class _Heard(Sequence[Any]):
+    """A sequence that tells whenever an item is taken."""
+
+    def __init__(self, items: Sequence[Any], tell: Callable[[], None]) -> None:
+        self._items = items
+        self._tell = tell
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, place: Any) -> Any:
+        self._tell()
+        return self._items[place]
 
 
 def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra_ext.errors import InvalidJob, JobDoesNotFit
+from hydra_ext.errors import InvalidJob, JobDoesNotFit, StateError
 from hydra_ext.fleet import references
 from hydra_ext.fleet.cluster.interface import Cluster, Ended, Failure, Node, Order, Task
 from hydra_ext.fleet.scheduling.settings import Settings
@@ -124,7 +124,7 @@ class Trials:
             InvalidJob: A function of a job raises.
             JobDoesNotFit: No technique would do.
         """
-        node, all_known = self._cluster.nodes()[0], dict(known or {})
+        node, all_known = largest_node(self._cluster), dict(known or {})
         kinds = {job["name"]: kind_of(job, node) for job in jobs}
         new = {kinds[job["name"]]: job for job in reversed(jobs) if kinds[job["name"]] not in all_known}
         if new:
@@ -186,7 +186,7 @@ class Trials:
 
     def _run(self, orders: Sequence[Order]) -> dict[int, Failure | None]:
         """Runs orders side by side, as devices allow. Returns each gang's failure."""
-        node = self._cluster.nodes()[0]
+        node = largest_node(self._cluster)
         waiting, running, ended = list(orders), dict[int, tuple[list[int], float]](), dict[int, Failure | None]()
         while len(ended) < len(orders):
             taken = {device for devices, _ in running.values() for device in devices}
@@ -200,8 +200,10 @@ class Trials:
                 if isinstance(event, Ended) and event.gang in running:
                     del running[event.gang]
                     ended[event.gang] = event.failure
-            for gang, (_, until) in running.items():
-                if self._cluster.now() > until:
+            now = self._cluster.now()
+            for gang, (own, until) in running.items():
+                if now > until:
+                    running[gang] = own, float("inf")
                     self._cluster.kill(gang)
         return ended
 
@@ -252,6 +254,17 @@ def _exact_ones(options: Sequence[Option], digests: Sequence[str], refused: dict
         else:
             kept.append(option)
     return kept
+
+
+def largest_node(cluster: Cluster) -> Node:
+    """
+    Raises:
+        StateError: There is no node.
+    """
+    nodes = cluster.nodes()
+    if not nodes:
+        raise StateError("no node is left: call resume() when there are some")
+    return max(nodes, key=lambda node: len(node.devices))
 
 
 def _tried(place: str, most: int) -> list[int]:
