@@ -6,6 +6,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +38,15 @@ def test_jobs_have_the_bits_of_the_plain_loop(technique: str, tmp_path: Path) ->
 
 
 def test_mishaps_are_answered_and_others_go_on(tmp_path: Path) -> None:
-    """A loss raises twice, two processes are killed, one hangs, and one job fails at the same step again and again."""
-    losses = {
+    """A loss raises twice, two processes are killed, one hangs, and one job fails at the same step again and again.
+
+    An evaluation that takes longer than the patience is no mishap.
+    """
+    losses: dict[str, Any] = {
         what: partial(trainings.mishap, what=what, folder=trainings.tokens(tmp_path / what, count), after=14)
         for what, count in (("raise", 2), ("kill", 2), ("hang", 1))
     }
+    losses["none"] = trainings.slow_judge
     jobs = [trainings.job(what, loss=loss, steps=20) for what, loss in losses.items()]
     hopeless = trainings.job("hopeless", data=partial(trainings.Stream, 7, fails=True))
     results = Fleet(tmp_path / "fleet", devices=2, budget=BUDGET).run(
@@ -52,6 +57,7 @@ def test_mishaps_are_answered_and_others_go_on(tmp_path: Path) -> None:
         "raise": 3,
         "kill": 3,
         "hang": 2,
+        "none": 1,
         "hopeless": 3,
     }
     assert not results["hopeless"].is_done
@@ -59,7 +65,7 @@ def test_mishaps_are_answered_and_others_go_on(tmp_path: Path) -> None:
     assert "OSError: the data cannot be read" in results["hopeless"].failures[-1]
     assert "killed by signal 9" in str(results["kill"].stretches[0].failure)
     assert "no step for 2 s" in str(results["hang"].stretches[0].failure)
-    with pytest.raises(JobFailed, match="1 of 4 jobs were set aside: hopeless: OSError"):
+    with pytest.raises(JobFailed, match="1 of 5 jobs were set aside: hopeless: OSError"):
         results.raise_failures()
 
 

@@ -1,8 +1,8 @@
 """A job's progress file: one JSON object a line, written by the gang's first rank, read by the fleet and by people.
 
-Lines say what happened: ``{"event": "opened" | "step" | "saved" | "evaluating" | "stopped" | "done", "gang": ..., "step": ..., ...}``.
-A process that is killed may leave a part of a line, which readers skip. After a restart steps since the checkpoint come
-again, with the same losses: the latest line of a step counts.
+Lines say what happened: ``{"event": "step", "gang": 7, "step": 12, ...}``. Events are opened, step, saved, evaluating,
+stopped and done. A process that is killed may leave a part of a line, which readers skip. After a restart steps since
+the checkpoint come again, with the same losses: the latest line of a step counts.
 """
 
 from __future__ import annotations

@@ -120,6 +120,13 @@ def mishap(model: nn.Module, microbatch: tuple[Tensor, Tensor], *, what: str, fo
     return loss(model, microbatch)
 
 
+def slow_judge(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss, which takes its time in evaluations."""
+    if not torch.is_grad_enabled():
+        time.sleep(0.9)
+    return loss(model, microbatch)
+
+
 def tokens(folder: Path, count: int) -> str:
     folder.mkdir()
     for number in range(count):
