@@ -27,29 +27,39 @@ def short_folder() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def told_by(module: str, folder: Path, short_folder: str) -> Any:
+def told_by(module: str, short_folder: str, *arguments: object) -> Any:
     """What a program of its own prints last."""
     places = os.pathsep.join(each for each in sys.path if each)
     environment = {**os.environ, "PYTHONPATH": places, "RAY_TMPDIR": short_folder, "TMPDIR": short_folder}
     done = subprocess.run(
-        [sys.executable, "-m", module, str(folder)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", module, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_a_node_is_killed_in_the_middle(tmp_path: Path, short_folder: str) -> None:
     """Its job goes on elsewhere, and all jobs end with the numbers of each alone."""
-    told = told_by("support.fleet.ray_program", tmp_path / "fleet", short_folder)
+    told = told_by("support.fleet.ray_program", short_folder, tmp_path / "fleet", 2)
     failures = [failure for _, failure in told["stretches"]]
     assert "its node or its host process went away" in failures
     assert len({node for node, _ in told["stretches"]}) == 3
+
+
+def test_a_job_runs_on_a_node_of_a_cluster(tmp_path: Path, short_folder: str) -> None:
+    told = told_by("support.fleet.ray_program", short_folder, tmp_path / "fleet", 0)
+    assert [failure for _, failure in told["stretches"]] == [None]
     assert "has the resource 'GPU': start nodes with GPUs" in told["refused"]
 
 
 @pytest.mark.full
 def test_a_job_is_a_trainable_of_ray_tune(tmp_path: Path, short_folder: str) -> None:
-    told = told_by("support.fleet.tune_program", tmp_path, short_folder)
+    told = told_by("support.fleet.tune_program", short_folder, tmp_path)
     assert told["kept"] == [True, True]
     for rate, loss, evaluation in told["first"]:
         _, losses, evaluated = trainings.plainly(trainings.job("a", lr=rate, steps=6), threads=1)

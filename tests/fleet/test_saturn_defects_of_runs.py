@@ -33,6 +33,7 @@ def test_2_options_of_the_solver_have_names() -> None:
     assert solve("spase", PROBLEM, seed=1, effort=2) == solve("spase", PROBLEM, seed=1, effort=2)
 
 
+@pytest.mark.full
 def test_4_optimizer_schedule_and_random_numbers_survive_every_interval(tmp_path: Path) -> None:
     """A job that is stopped and started again at each of its steps."""
     for steps in range(1, 5):
@@ -50,6 +51,7 @@ def test_4_optimizer_schedule_and_random_numbers_survive_every_interval(tmp_path
     assert all(found[name].equal(weight) for name, weight in weights.items())
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("technique", ["data parallel", "fsdp"])
 def test_5_a_batch_is_never_made_smaller(technique: str) -> None:
     """Theirs was divided by the number of ranks and rounded down; the next one was replayed."""

@@ -18,6 +18,7 @@ BUDGET = "1MiB"
 OURS = partial(hydra_ext.optim.AdamW, lr=1e-2)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("order", [("plain", "offload", "pipeline"), ("pipeline", "plain", "offload")])
 def test_a_job_that_goes_through_several_techniques_has_the_bits_of_the_plain_loop(
     order: tuple[str, ...], tmp_path: Path
@@ -38,6 +39,7 @@ def test_a_job_that_goes_through_several_techniques_has_the_bits_of_the_plain_lo
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("technique", ["data parallel", "fsdp"])
 def test_techniques_with_other_sums_stay_within_their_bound(technique: str, tmp_path: Path) -> None:
     """Two stretches, so that a checkpoint is loaded; with exact=True they are refused, with the bound."""

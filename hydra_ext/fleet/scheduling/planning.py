@@ -151,10 +151,11 @@ def follow_plan(works: Sequence[Work], nodes: Mapping[str, int], before: FleetPl
         placed = before.jobs.get(work.name)
         if placed is None:
             return None
-        option = placed.option if work.option is None else work.option
-        if work.choices[option].devices > nodes.get(placed.node, 0):
+        if work.held is not None and work.held.option is not None:  # it goes on where it is
+            placed = replace(placed, option=work.held.option, node=work.held.node)
+        if work.choices[placed.option].devices > nodes.get(placed.node, 0):
             return None
-        chosen[work.name] = replace(placed, option=option)
+        chosen[work.name] = placed
     return arranged(works, nodes, chosen)
 
 

@@ -37,12 +37,12 @@ SLOW = partial(slowly, seconds=0.02)
 def two_jobs() -> list[Job]:
     return [
         trainings.job("parent", steps=40, schedule=None, max_norm=None, loss=SLOW),
-        trainings.job("other", steps=200, loss=SLOW),
+        trainings.job("other", steps=150, loss=SLOW),
     ]
 
 
 def three_jobs() -> list[Job]:
-    steps = {"short": 4, "long": 100, "other": 20}
+    steps = {"short": 4, "long": 60, "other": 10}
     return [trainings.job(name, loss=SLOW, steps=count) for name, count in steps.items()]
 
 
@@ -98,6 +98,14 @@ def children(process: int) -> list[int]:
         return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return []
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that has ended may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def workers(driver: int) -> list[int]:

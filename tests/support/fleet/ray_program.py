@@ -1,4 +1,4 @@
-"""A fleet on a Ray cluster of three nodes on this machine, one of which is killed while all jobs run.
+"""A fleet on a Ray cluster of some nodes on this machine, one of which may be killed while jobs run.
 
 A program of its own: Ray leaves a signal handler, variables of the environment, and threads. Prints the nodes and
 failures of all stretches as JSON, if every job has the numbers of the job alone.
@@ -22,7 +22,7 @@ from hydra_ext.fleet.cluster.ray_cluster import RayCluster
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.journal import read_only
 from hydra_ext.policy import SimulatedDevice
-from support.fleet import drives
+from support.fleet import drives, trainings
 from support.fleet.comparison import assert_as_alone
 from support.fleet.drives import events
 
@@ -31,21 +31,27 @@ LOOK = 0.05
 CARD = Device(name="a card", card=0, simulated=None, budget=2**30)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, nodes: int) -> None:
+    """
+    Args:
+        nodes: Beside the head. With some, one of them is killed.
+    """
     torch.set_num_threads(1)
     # A node counts as gone after a second and a half.
     health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
     head = {**NODE, "include_dashboard": False, "_system_config": health}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        nodes = [cluster.add_node(**NODE) for _ in range(2)]
-        jobs = drives.long_jobs()
-        killer = threading.Thread(target=kill_one, args=(cluster, nodes, folder))
+        added = [cluster.add_node(**NODE) for _ in range(nodes)]
+        jobs = drives.long_jobs() if added else [trainings.job("alone", steps=4)]
+        killer = threading.Thread(target=kill_one, args=(cluster, added, folder))
         killer.daemon = True  # it ends with the program, also if that fails
-        killer.start()
+        if added:
+            killer.start()
         fleet = Fleet(folder, devices=[SimulatedDevice()], address=cluster.address, budget="1MiB")
         results = fleet.run(jobs, techniques=["plain"], interval=0.1)
-        killer.join()
+        if added:
+            killer.join()
         assert_as_alone(results, jobs)
         stretches = [[each.node, each.failure] for job in results.values() for each in job.stretches]
         print(json.dumps({"stretches": stretches, "refused": refused(cluster.address)}))
@@ -75,4 +81,4 @@ def refused(address: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
