@@ -31,13 +31,8 @@ def told_by(module: str, short_folder: str, *arguments: object) -> Any:
     """What a program of its own prints last."""
     places = os.pathsep.join(each for each in sys.path if each)
     environment = {**os.environ, "PYTHONPATH": places, "RAY_TMPDIR": short_folder, "TMPDIR": short_folder}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
