@@ -6,6 +6,7 @@ A request that is made while the fleet does not run is answered when it resumes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from enum import Enum
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = "requests"
 _numbers = count()
@@ -55,10 +58,19 @@ def ask(fleet: Path, request: Request) -> None:
 
 
 def requests(fleet: Path) -> Iterator[Request]:
-    """The requests in a fleet's folder, the oldest first. Each is removed once the caller asks for the next one."""
+    """The requests in a fleet's folder, the oldest first. Each is removed once the caller asks for the next one.
+
+    One that cannot be read is set apart, and a warning is logged.
+    """
     for path in sorted((fleet / _FOLDER).glob("*.json")):
-        found = json.loads(path.read_text())
-        yield Request(wish=Wish(found["wish"]), name=found["name"], job=found["job"], parent=found["parent"])
+        try:
+            found = json.loads(path.read_text())
+            request = Request(wish=Wish(found["wish"]), name=found["name"], job=found["job"], parent=found["parent"])
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is no request, and is left out: %r", path, error)
+            path.rename(path.with_suffix(".damaged"))
+            continue
+        yield request
         path.unlink()
 
 

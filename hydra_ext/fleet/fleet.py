@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra_ext.errors import InvalidArgument, InvalidJob, JournalError
+from hydra_ext.errors import InvalidArgument, InvalidJob, JournalError, StateError
 from hydra_ext.fleet import control, history, references
 from hydra_ext.fleet import devices as fleet_devices
 from hydra_ext.fleet.cluster import ray_cluster
@@ -93,7 +93,13 @@ class Fleet:
             JobDoesNotFit: No technique can train a job. Nothing has run.
             FleetInUse: Another process runs a fleet in the folder.
             InvalidArgument: The folder has a fleet already, or an argument is not as given here.
+            StateError: The call is not below ``if __name__ == "__main__":`` in the program that defines the jobs.
         """
+        if references.is_importing():
+            raise StateError(
+                "a worker imports this program for the functions of its jobs, and must not start a fleet by that: call "
+                "run() below if __name__ == '__main__':"
+            )
         described = _described(jobs, may_be_empty=guide is not None)
         chosen = list(BUILT_IN if techniques is None else techniques)
         for place in chosen:

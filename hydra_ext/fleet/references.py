@@ -20,6 +20,7 @@ import torch
 from hydra_ext.errors import InvalidJob
 
 _SCRIPT = "__hydra_job__"  # the name under which a worker imports the program that has defined a job
+_importing = False
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -121,8 +122,14 @@ def _attribute(owner: object, name: str) -> Any:
     return owner
 
 
+def is_importing() -> bool:
+    """Whether the program that has defined a job is being imported for it, in a worker."""
+    return _importing
+
+
 def _script(path: str) -> ModuleType:
     """The program that has defined a job, imported under another name than ``__main__``, so that it does not start."""
+    global _importing
     known = sys.modules.get(_SCRIPT)
     if known is not None and known.__file__ == path:
         return known
@@ -133,12 +140,14 @@ def _script(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_SCRIPT] = module
+    sys.modules[_SCRIPT], _importing = module, True
     try:
         spec.loader.exec_module(module)
     except BaseException:  # re-raised: a module that is half imported must not be found again
         del sys.modules[_SCRIPT]
         raise
+    finally:
+        _importing = False
     return module
 
 

@@ -12,7 +12,8 @@ import torch
 
 import hydra_ext
 from hydra_ext.errors import InvalidArgument, JournalError
-from hydra_ext.fleet import Fleet, Guide, Job, JobResult, Outcome, SuccessiveHalving
+from hydra_ext.fleet import Fleet, Guide, Job, JobResult, Outcome, SuccessiveHalving, control
+from hydra_ext.fleet.control import Request, Wish
 from support.fleet import drives, trainings
 from support.fleet.comparison import assert_as_alone
 from support.fleet.drives import driven, events, wait_for
@@ -125,3 +126,14 @@ def test_requests_are_checked(tmp_path: Path) -> None:
     Fleet(tmp_path).add(trainings.job("late", steps=2))
     late = Fleet(tmp_path).resume()
     assert_as_alone(late, [trainings.job("a", steps=1), trainings.job("late", steps=2)])
+
+
+def test_a_request_that_cannot_be_read_is_set_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "requests").mkdir()
+    for name, text in (("1", "{"), ("2", "[]"), ("3", '{"wish": "fly"}')):
+        (tmp_path / "requests" / f"{name}.json").write_text(text)
+    control.ask(tmp_path, Request(wish=Wish.STOP, name="a"))
+    with caplog.at_level(logging.CRITICAL):
+        assert [request.name for request in control.requests(tmp_path)] == ["a"]
+    assert len(list((tmp_path / "requests").glob("*.damaged"))) == 3
+    assert not control.is_asked(tmp_path)
