@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra_ext.checkpoint import choosing
 from hydra_ext.checkpoint.format.files import Files
-from hydra_ext.errors import InvalidJob, JobDoesNotFit
+from hydra_ext.errors import CheckpointError, InvalidJob, JobDoesNotFit
 from hydra_ext.fleet import control, history
 from hydra_ext.fleet.cluster.interface import Cluster
 from hydra_ext.fleet.cluster.training import CHECKPOINTS
@@ -27,6 +27,7 @@ from hydra_ext.fleet.tracking import Told
 
 logger = logging.getLogger(__name__)
 
+_COPIES = 5  # attempts to copy a checkpoint that is removed meanwhile
 _LOOK = 0.5  # seconds between looks at requests
 
 
@@ -92,13 +93,13 @@ class Driver(Desk):
     def look(self, open_jobs: int) -> Iterator[Change]:
         for request in control.requests(self._folder):
             if request.wish is Wish.STOP:
-                yield Change(name=request.name)
+                yield from self._stop(request.name)
             elif request.wish is Wish.RESTART:
                 yield from self._restart(request.name)
             else:
                 yield from self._add(request)
         if self._guide is not None:
-            for job in self._guide.propose(open_jobs):
+            for job in self._guide.propose(open_jobs + len(self._unmeasured)):
                 yield from self._add(Request(wish=Wish.ADD, name=job.name, job=job.describe()))
 
     def ended(self, job: str, state: JobState) -> None:
@@ -134,10 +135,31 @@ class Driver(Desk):
             logger.warning("a job %s is there already: the new one of this name is left out", request.name)
             return
         folder = self._folder / request.name
-        step = 0 if request.parent is None else _inherit(self._folder / request.parent, folder)
         self._names.add(request.name)
+        step, failure = 0, ""
+        try:
+            step = 0 if request.parent is None else _inherit(self._folder / request.parent, folder)
+        except (CheckpointError, OSError) as error:
+            failure = f"the checkpoint of {request.parent} could not be taken over: {error}"
         self._record("add", job=request.job, parent=request.parent, step=step, at=self._cluster.now())
-        yield from self._taken_in(JobRecord(request.job, (), str(folder), step=step, saved=step))
+        if failure:
+            self._set_aside(request.name, failure)
+        else:
+            yield from self._taken_in(JobRecord(request.job, (), str(folder), step=step, saved=step))
+
+    def _stop(self, name: str) -> Iterator[Change]:
+        waiting = [record for record in self._unmeasured if record.name == name]
+        if not waiting:
+            yield Change(name=name)
+            return
+        self._unmeasured = [record for record in self._unmeasured if record.name != name]
+        self._record("stopped", job=name, at=self._cluster.now(), step=waiting[0].step)
+        self.ended(name, JobState.STOPPED)
+
+    def _set_aside(self, name: str, failure: str) -> None:
+        logger.warning("job %s is set aside: %s", name, failure)
+        self._record("set aside", job=name, failures=[failure], trace="")
+        self.ended(name, JobState.SET_ASIDE)
 
     def _taken_in(self, record: JobRecord) -> Iterator[Change]:
         """The job, if it is known how it runs; otherwise it waits to be measured."""
@@ -164,9 +186,7 @@ class Driver(Desk):
                 self._learn([record], trials)
                 fitting.append(record)
             except (InvalidJob, JobDoesNotFit) as error:
-                logger.warning("job %s is set aside: %s", record.name, error)
-                self._record("set aside", job=record.name, failures=[str(error)], trace="")
-                self.ended(record.name, JobState.SET_ASIDE)
+                self._set_aside(record.name, str(error))
         return fitting
 
     def _learn(self, records: Sequence[JobRecord], trials: Trials) -> None:
@@ -182,12 +202,29 @@ def _record_of(job: history.JobHistory) -> JobRecord:
 
 
 def _inherit(parent: Path, folder: Path) -> int:
-    """Copies the newest checkpoint of a job to a new one's folder. Returns its step; 0 without one."""
-    with choosing.newest(parent / CHECKPOINTS, Files(), lambda reader: None) as reader:
-        if reader is None:
-            return 0
-        shutil.copytree(reader.path, folder / CHECKPOINTS / reader.path.name)
-        return int(reader.manifest.content["extra"]["step"])
+    """Copies the newest checkpoint of a job, which may be running, to a new one's folder.
+
+    Returns:
+        Its step; 0 without one.
+
+    Raises:
+        CheckpointError: It is damaged, or all were removed while they were copied.
+        OSError: It could not be copied.
+    """
+    draft = folder / "copy"
+    for _ in range(_COPIES):
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt: the job was not there
+        with choosing.newest(parent / CHECKPOINTS, Files(), lambda reader: None) as reader:
+            if reader is None:
+                return 0
+            try:
+                shutil.copytree(reader.path, draft)
+            except (FileNotFoundError, shutil.Error):  # the parent has removed it meanwhile, for a newer one
+                continue
+            (folder / CHECKPOINTS).mkdir()
+            draft.rename(folder / CHECKPOINTS / reader.path.name)
+            return int(reader.manifest.content["extra"]["step"])
+    raise CheckpointError(f"{parent} saves faster than its checkpoints can be copied", file=parent)
 
 
 def threads_of(cluster: Cluster) -> int:

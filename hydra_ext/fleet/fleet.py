@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra_ext.errors import InvalidArgument, InvalidJob, JournalError, StateError
+from hydra_ext.errors import InvalidArgument, InvalidJob, JobDoesNotFit, JournalError, StateError
 from hydra_ext.fleet import control, history, references
 from hydra_ext.fleet import devices as fleet_devices
 from hydra_ext.fleet.cluster import ray_cluster
@@ -21,7 +21,7 @@ from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.driver import Driver
 from hydra_ext.fleet.guides import Guide
 from hydra_ext.fleet.job import Job
-from hydra_ext.fleet.journal import Journal
+from hydra_ext.fleet.journal import Journal, read_only
 from hydra_ext.fleet.reporting import page, status
 from hydra_ext.fleet.reporting.status import FleetStatus
 from hydra_ext.fleet.results import Results
@@ -95,7 +95,7 @@ class Fleet:
             InvalidArgument: The folder has a fleet already, or an argument is not as given here.
             StateError: The call is not below ``if __name__ == "__main__":`` in the program that defines the jobs.
         """
-        if references.is_importing():
+        if references.is_in_worker():
             raise StateError(
                 "a worker imports this program for the functions of its jobs, and must not start a fleet by that: call "
                 "run() below if __name__ == '__main__':"
@@ -123,10 +123,14 @@ class Fleet:
                 path=_search_path(),
                 time=time.time(),
             )
-        return self.resume(guide=guide, trackers=trackers)
+        try:
+            return self._go_on(guide, trackers)
+        except (InvalidJob, JobDoesNotFit):
+            self._forget_if_nothing_ran()
+            raise
 
     def resume(self, *, guide: Guide | None = None, trackers: Sequence[Tracker] = ()) -> Results:
-        """Goes on with the fleet of the folder, from its journal and the jobs' checkpoints.
+        """Goes on with the fleet of the folder, from its journal and the jobs' checkpoints, on the same devices.
 
         Args:
             guide: As for :meth:`run`. It hears of all steps that were made.
@@ -135,7 +139,11 @@ class Fleet:
         Raises:
             JournalError: There is no fleet in the folder, or its journal is damaged.
             FleetInUse: Another process runs it.
+            InvalidArgument: Other devices or another budget were given than the fleet has.
         """
+        return self._go_on(guide, trackers)
+
+    def _go_on(self, guide: Guide | None, trackers: Sequence[Tracker]) -> Results:
         if not (self.folder / "journal.jsonl").exists():
             raise JournalError(
                 f"{self.folder} has no fleet: start one with run(jobs)", file=self.folder / "journal.jsonl"
@@ -144,12 +152,23 @@ class Fleet:
             if not journal.entries or journal.entries[0]["event"] != "fleet":
                 raise JournalError(f"{journal.path} does not begin with a fleet", file=journal.path)
             devices = [Device.of(each) for each in journal.entries[0]["devices"]]
+            if (self._devices is not None or self._budget != "auto") and self._chosen() != devices:
+                raise InvalidArgument(
+                    f"the fleet in {self.folder} has other devices or another budget: leave them out to go on with it, "
+                    "or start a new fleet in another folder"
+                )
             cluster, told = self._cluster(devices), Told(trackers)
             try:
                 return Driver(self.folder, journal, cluster, told, guide).run()
             finally:
                 cluster.close()
                 told.close()
+
+    def _forget_if_nothing_ran(self) -> None:
+        """Leaves the folder as it was, so that a fleet with a larger budget, or mended jobs, can begin there."""
+        if not any(entry["event"] == "start" for entry in read_only(self.folder)):
+            for name in ("journal.jsonl", LOCK):
+                (self.folder / name).unlink(missing_ok=True)
 
     def stop(self, name: str) -> None:
         """Asks a fleet that runs, in whichever process, to stop a job: it saves a checkpoint and gives its devices up.
@@ -238,10 +257,7 @@ def _described(jobs: Sequence[Job], *, may_be_empty: bool) -> list[dict[str, Any
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InvalidJob(f"two jobs are named {twice!r}: their folders would be one; give each a name of its own")
-    described = [job.describe() for job in jobs]
-    for each in described:
-        references.resolve(each["model"])  # the program's own file can be found
-    return described
+    return [job.describe() for job in jobs]
 
 
 def _search_path() -> list[str]:

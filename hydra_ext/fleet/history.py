@@ -222,11 +222,12 @@ class _Reading:
             self._jobs[entry["job"]].failures = tuple(entry["failures"])
         elif event == "add":
             self._add(entry["job"])
-        elif event == "stopped":
+        elif event in ("stopping", "stopped"):
             self._jobs[entry["job"]].is_stopped = True
         elif event == "restart":
             self._jobs[entry["job"]].is_stopped = False
             self._jobs[entry["job"]].failures = ()
+            self._options.pop(entry["job"], None)  # it has all of them again
 
     def _add(self, job: Mapping[str, Any]) -> None:
         name = job["name"]
@@ -273,7 +274,7 @@ class _Reading:
         job.stretches.append(_stretch(begun, entry["at"], entry["step"], failure))
         job.is_moving = False
         options = self._options.get(entry["job"], [])
-        if failure is not None and failure.startswith("WontDo:") and len(options) > 1:
+        if entry.get("wont_do") and 1 < len(options) > begun["option"]:
             del options[begun["option"]]  # as the scheduler does
 
     def _close_gangs(self, now: float | None) -> None:

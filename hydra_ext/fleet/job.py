@@ -17,6 +17,7 @@ from hydra_ext.fleet import references
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 _FUNCTIONS = ("model", "optimizer", "data", "loss", "schedule", "evaluate")
+_TAKEN = ("trials", "requests", "journal.jsonl", "workers.lock")  # what a fleet's folder has itself
 _OPTIONAL = ("schedule", "evaluate")
 _SEEDS = 2**62
 
@@ -42,6 +43,8 @@ class Job:
             optimizer_.step()
             schedule_.step()
             optimizer_.zero_grad()
+        seed_everything(seed_of(seed, "evaluation"))
+        net.eval()                                  # and the mean of loss(net, microbatch) over evaluate()
 
     ``clip_grad_norm_`` is that of ``hydra_ext.optim`` with an optimizer from there, and torch's with others.
 
@@ -117,6 +120,8 @@ def _check(job: Job) -> None:
             f"a job is named {job.name!r}: its folder has this name, so give up to 100 letters, digits and ._=+-, the "
             "first a letter or a digit"
         )
+    if job.name in _TAKEN:
+        raise InvalidJob(f"a job is named {job.name!r}, which a fleet's folder has itself: give another name")
     for key in _FUNCTIONS:
         value = getattr(job, key)
         if not callable(value) and not (value is None and key in _OPTIONAL):

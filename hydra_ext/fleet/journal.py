@@ -51,10 +51,21 @@ class Journal:
             raise
 
     def write(self, event: str, **more: Any) -> None:
-        """Adds an entry, which is on the disk on return."""
+        """Adds an entry, which is on the disk on return.
+
+        Raises:
+            JournalError: It could not be written. The journal is as before.
+        """
         text = json.dumps({"event": event, **more}, separators=(",", ":")).encode()
-        os.write(self._file, b"%08x %s\n" % (zlib.crc32(text), text))
-        os.fsync(self._file)
+        size = os.fstat(self._file).st_size
+        try:
+            write_whole(self._file, b"%08x %s\n" % (zlib.crc32(text), text))
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            raise JournalError(
+                f"{self.path} cannot be written: {error}. Make room, and call resume()", file=self.path
+            ) from error
 
     def close(self) -> None:
         with suppress(OSError):
@@ -80,6 +91,12 @@ def read_only(folder: Path) -> list[Mapping[str, Any]]:
     except OSError as error:
         raise JournalError(f"{folder} holds no fleet: {error}", file=path) from error
     return _entries(path, text[: text.rfind(b"\n") + 1])
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Writes all of it: a disk that gets full takes a part."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _entries(path: Path, text: bytes) -> list[Mapping[str, Any]]:

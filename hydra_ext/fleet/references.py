@@ -20,7 +20,7 @@ import torch
 from hydra_ext.errors import InvalidJob
 
 _SCRIPT = "__hydra_job__"  # the name under which a worker imports the program that has defined a job
-_importing = False
+_in_worker = False
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -33,14 +33,14 @@ def describe(value: object, place: str) -> Any:
     Raises:
         InvalidJob: The value cannot be found again by a name.
     """
-    if isinstance(value, _PLAIN):
+    if type(value) in _PLAIN:  # a value of a subclass would come back as one of its base
         return value
-    if isinstance(value, list):
+    if type(value) is list:
         return [describe(each, f"{place}[{i}]") for i, each in enumerate(value)]
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return {"tuple": [describe(each, f"{place}[{i}]") for i, each in enumerate(value)]}
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
+    if type(value) is dict:
+        if not all(type(key) is str for key in value):
             raise InvalidJob(f"{place} is a dict with a key that is not a text: name its entries by texts")
         return {"dict": {key: describe(each, f"{place}[{key!r}]") for key, each in value.items()}}
     if isinstance(value, torch.dtype):
@@ -71,6 +71,9 @@ def _named(value: object, place: str) -> dict[str, str]:
         raise InvalidJob(
             f"{place} is called {module}.{name}, where something else is found: give it its own name there"
         )
+    spec = getattr(owner, "__spec__", None)
+    if module == "__main__" and spec is not None:  # of `python -m`
+        module = spec.name
     if module != "__main__":
         return {"module": module, "name": name}
     file = getattr(owner, "__file__", None)
@@ -122,14 +125,19 @@ def _attribute(owner: object, name: str) -> Any:
     return owner
 
 
-def is_importing() -> bool:
-    """Whether the program that has defined a job is being imported for it, in a worker."""
-    return _importing
+def mark_worker() -> None:
+    """Notes that this process is a worker."""
+    global _in_worker
+    _in_worker = True
+
+
+def is_in_worker() -> bool:
+    """Whether this process is a worker, which imports the program that has defined its job."""
+    return _in_worker
 
 
 def _script(path: str) -> ModuleType:
     """The program that has defined a job, imported under another name than ``__main__``, so that it does not start."""
-    global _importing
     known = sys.modules.get(_SCRIPT)
     if known is not None and known.__file__ == path:
         return known
@@ -140,14 +148,12 @@ def _script(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_SCRIPT], _importing = module, True
+    sys.modules[_SCRIPT] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:  # re-raised: a module that is half imported must not be found again
         del sys.modules[_SCRIPT]
         raise
-    finally:
-        _importing = False
     return module
 
 

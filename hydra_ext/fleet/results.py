@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def _rank(job: JobResult) -> tuple[bool, float, str]:
     value = job.evaluation if job.evaluation is not None else job.loss
-    return not job.is_done, float("inf") if value is None else value, job.name
+    return not job.is_done, value if value is not None and math.isfinite(value) else math.inf, job.name
 
 
 def text_of(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ import pytest
 import hydra_ext
 from hydra_ext.errors import FleetInUse, InvalidArgument, InvalidJob, JobDoesNotFit, JobFailed, JournalError
 from hydra_ext.fleet import Fleet, Results
+from hydra_ext.fleet import devices as fleet_devices
+from hydra_ext.fleet.cluster.embedded import EmbeddedCluster
+from hydra_ext.fleet.cluster.interface import Ended, Event, Order, Task
 from hydra_ext.fleet.journal import Journal, read_only
+from hydra_ext.fleet.scheduling.settings import Settings
 from support.fleet import drives, trainings
 from support.fleet.comparison import assert_as_alone
 from support.fleet.drives import PATIENCE, children, driven, events, is_alive, wait_for, wait_until
@@ -48,9 +53,10 @@ def test_mishaps_are_answered_and_others_go_on(tmp_path: Path) -> None:
     }
     losses["none"] = trainings.slow_judge
     jobs = [trainings.job(what, loss=loss, steps=20) for what, loss in losses.items()]
+    unjudged = trainings.job("unjudged", evaluate=trainings.no_evaluation, steps=6)
     hopeless = trainings.job("hopeless", data=partial(trainings.Stream, 7, fails=True))
     results = Fleet(tmp_path / "fleet", devices=2, budget=BUDGET).run(
-        [*jobs, hopeless], techniques=["plain"], patience=2.0, interval=1e-3
+        [*jobs, unjudged, hopeless], techniques=["plain"], patience=2.0, interval=1e-3
     )
     assert_as_alone(results, [trainings.job(job.name, steps=20) for job in jobs])
     assert {name: len(job.stretches) for name, job in results.items()} == {
@@ -58,14 +64,17 @@ def test_mishaps_are_answered_and_others_go_on(tmp_path: Path) -> None:
         "kill": 3,
         "hang": 2,
         "none": 1,
+        "unjudged": 3,
         "hopeless": 3,
     }
     assert not results["hopeless"].is_done
+    assert "evaluate gave no microbatch" in results["unjudged"].failures[-1]
+    assert hydra_ext.load_model(results["unjudged"].folder, trainings.layered()).step == 6
     assert len(results["hopeless"].losses) == 7
     assert "OSError: the data cannot be read" in results["hopeless"].failures[-1]
     assert "killed by signal 9" in str(results["kill"].stretches[0].failure)
     assert "no step for 2 s" in str(results["hang"].stretches[0].failure)
-    with pytest.raises(JobFailed, match="1 of 5 jobs were set aside: hopeless: OSError"):
+    with pytest.raises(JobFailed, match="2 of 6 jobs were set aside: unjudged: InvalidJob"):
         results.raise_failures()
 
 
@@ -111,8 +120,10 @@ def test_a_job_that_fits_nowhere_names_the_smallest_budget(tmp_path: Path) -> No
     assert needed is not None
     assert set(told.value.reasons) == {"plain on 1", "offload on 1"}
     assert not (tmp_path / "large").exists()
-    results = Fleet(tmp_path / "enough", devices=1, budget=needed).run([trainings.job("large", steps=2, dropout=0.2)])
-    assert results["large"].is_done
+    enough = Fleet(tmp_path, devices=1, budget=needed)  # in the same folder: nothing has run there
+    assert enough.run([trainings.job("large", steps=2, dropout=0.2)])["large"].is_done
+    with pytest.raises(InvalidArgument, match="has other devices or another budget: leave them out"):
+        fleet.resume()
 
 
 def test_a_job_that_cannot_be_built_is_told_before_anything_runs(tmp_path: Path) -> None:
@@ -126,6 +137,7 @@ def test_a_job_that_cannot_be_built_is_told_before_anything_runs(tmp_path: Path)
     ("change", "message"),
     [
         ({"name": "a/b"}, "a job is named 'a/b'"),
+        ({"name": "trials"}, "a job is named 'trials', which a fleet's folder has itself"),
         ({"steps": 0}, "steps=0: give a number of steps"),
         ({"seed": 1.5}, "seed=1.5: give a whole number"),
         ({"max_norm": -1.0}, "max_norm=-1.0: give a positive number"),
@@ -166,3 +178,30 @@ def test_a_folder_has_one_fleet(tmp_path: Path) -> None:
     journal.close()
     with pytest.raises(InvalidArgument, match="has a fleet already: call resume"):
         Fleet(tmp_path, devices=1, budget=BUDGET).run([trainings.job("a")])
+
+
+def test_a_gang_that_is_stopped_at_once_saves_and_ends(tmp_path: Path) -> None:
+    """The request comes before the process has begun, and is not lost."""
+    devices = fleet_devices.choose(1, BUDGET)
+    cluster = EmbeddedCluster(devices, lock=tmp_path / "lock")
+    try:
+        for gang in range(4):
+            order = Order(
+                gang=gang,
+                task=Task.TRAIN,
+                job=trainings.job("a", steps=10**6).describe(),
+                folder=str(tmp_path / str(gang)),
+                devices=[devices[0].describe()],
+                settings=Settings(interval=1e3, patience=1e3, path=sys.path),
+                technique="plain",
+                configuration={"bytes": 0},
+            )
+            cluster.start(order, "here", [0])
+            cluster.stop(gang)
+            ends: list[Event] = []
+            while not ends:
+                ends = [event for event in cluster.wait(PATIENCE) if isinstance(event, Ended)]
+            assert ends == [Ended(gang=gang, failure=None)]
+            assert "stopped" in events(tmp_path / str(gang))
+    finally:
+        cluster.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def test_functions_of_partials_and_classes_come_back() -> None:
     assert references.resolve(references.describe(torch.optim.AdamW, "optimizer")) is torch.optim.AdamW
 
 
+class Colour(str, Enum):
+    RED = "red"
+
+
 def inside() -> Callable[[], None]:
     def function() -> None: ...
 
@@ -55,6 +60,7 @@ def inside() -> Callable[[], None]:
         (partial(trainings.batches, torch.ones(1)), "is a Tensor, which a worker cannot make again"),
         (partial(trainings.batches, {1: 2}), "a key that is not a text"),
         (trainings.Stream(3).__iter__, "where something else is found"),
+        (partial(trainings.batches, Colour.RED), "is a Colour, which a worker cannot make again"),
     ],
 )
 @pytest.mark.every_case

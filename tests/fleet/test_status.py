@@ -282,7 +282,13 @@ def test_a_track_that_is_read_on_says_the_same_as_one_that_is_read_at_once(
                 track.read_on()
         assert track.read_on() == Track(path).read_on()
         # A plain recurrence over the records is the oracle.
-        assert track.losses == {step: n / 2 for n, (event, step, _) in enumerate(records) if event == "step"}
+        losses: dict[int, float] = {}
+        for number, (event, step, _) in enumerate(records):
+            if event == "opened":  # steps behind the checkpoint are made again
+                losses = {each: loss for each, loss in losses.items() if each <= step}
+            elif event == "step":
+                losses[step] = number / 2
+        assert track.losses == losses
         assert track.ends == {gang: (float(n), step) for n, (_, step, gang) in enumerate(records)}
         assert track.saved == ([0] + [step for event, step, _ in records if event in ("saved", "done")])[-1]
         assert track.is_done == any(event == "done" for event, _, _ in records)

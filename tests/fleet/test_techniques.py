@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hydra_ext
+from hydra_ext.errors import JobDoesNotFit
 from hydra_ext.fleet import Fleet
 from support.fleet import trainings
 from support.fleet.comparison import assert_as_alone
@@ -65,3 +66,11 @@ def test_a_technique_of_a_user_is_asked_and_taken(tmp_path: Path) -> None:
     results = Fleet(tmp_path, devices=1, budget=BUDGET).run(jobs, techniques=["support.fleet.own_technique:Checked"])
     assert_as_alone(results, jobs)
     assert [stretch.technique for stretch in results["a"].stretches] == ["checked"]
+
+
+def test_a_technique_that_is_not_what_it_says_is_refused(tmp_path: Path) -> None:
+    """The plain loop is tried to compare with, though it was not asked for."""
+    with pytest.raises(JobDoesNotFit, match="faster on 1: its losses or weights differ from the plain loop's"):
+        Fleet(tmp_path, devices=1, budget=BUDGET).run(
+            [trainings.job("a", steps=4, schedule=None)], techniques=["support.fleet.own_technique:Faster"]
+        )

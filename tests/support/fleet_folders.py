@@ -97,7 +97,16 @@ class Written:
         self.note("start", at, job=name, gang=gang, **more)
 
     def end(self, at: float, name: str, gang: int, step: int, state: str, failure: str | None = None) -> None:
-        self.note("end", at, job=name, gang=gang, step=step, state=state, failure=failure)
+        self.note(
+            "end",
+            at,
+            job=name,
+            gang=gang,
+            step=step,
+            state=state,
+            failure=failure,
+            wont_do=str(failure).startswith("WontDo:"),
+        )
 
     def progress(self, at: float, name: str, gang: int, event: str, step: int, **more: Any) -> None:
         """A record of a job's progress file."""

@@ -61,7 +61,7 @@ class EmbeddedCluster:
         locked = _locked(lock)
         try:
             self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "hydra_ext.fleet.cluster.zygote"],
+                [sys.executable, "-m", "hydra_ext.fleet.cluster.zygote", str(locked)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=_environment(),

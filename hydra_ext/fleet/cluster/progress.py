@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra_ext.fleet.journal import write_whole
+
 
 class ProgressWriter:
     """Appends records. Each is one write, so that readers see whole lines."""
@@ -28,7 +30,7 @@ class ProgressWriter:
 
     def write(self, event: str, step: int, **more: Any) -> None:
         record = {"event": event, "gang": self._gang, "step": step, **more}
-        os.write(self._file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        write_whole(self._file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
         os.close(self._file)
@@ -115,6 +117,7 @@ class Track:
     def _hear(self, record: Mapping[str, Any]) -> None:
         happened, self.step, self.gang = record["event"], int(record["step"]), int(record["gang"])
         if happened == "opened":
+            self.losses = {step: loss for step, loss in self.losses.items() if step <= self.step}
             self.seconds.clear()
             self._is_first = True
         elif happened == "step":

@@ -164,7 +164,7 @@ class RayCluster:
             self._release(number)
             yield Ended(gang=number, failure=Failure(message=_GONE, is_lost=True))
             return
-        except self._ray.exceptions.RayTaskError as error:
+        except self._ray.exceptions.RayError as error:
             self._release(number)
             yield Ended(gang=number, failure=Failure(message=str(error)))
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from hydra_ext.checkpoint import choosing
 from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.checkpoint.format.tensors import bytes_of
+from hydra_ext.errors import InvalidJob
 from hydra_ext.fleet.cluster.interface import Order
 from hydra_ext.fleet.cluster.progress import ProgressWriter
-from hydra_ext.fleet.job import Job
+from hydra_ext.fleet.job import Job, seed_of
 from hydra_ext.fleet.techniques import Gang, OwnOptions, Session, Technique
-from hydra_ext.fleet.techniques.building import Batches
+from hydra_ext.fleet.techniques.building import Batches, seed_everything
 
 WARM_UP, MEASURED = 2, 3  # steps of a trial: the first ones record and plan
 CHECKPOINTS = "ckpt"
@@ -85,7 +87,7 @@ class Loop:
         return step
 
     def _train(self, session: Session, step: int) -> None:
-        job, batches, saved = self._job, Batches(self._job), time.monotonic()
+        job, batches, saved, loaded = self._job, Batches(self._job), time.monotonic(), step
         while step < job.steps:
             decision = agreed(self._gang, self._decided(saved))
             if decision is not Decision.GO:
@@ -99,9 +101,19 @@ class Loop:
             loss = session.step(microbatches, job.seeds(step, len(microbatches)))
             step += 1
             self._tell("step", step, loss=loss, seconds=time.monotonic() - begun)
-        evaluation = None if job.evaluate is None else session.evaluate(self._heard(list(job.evaluate()), step))
-        self._save(session, step)
-        self._tell("done", step, evaluation=evaluation)
+        if step > loaded or step == 0:
+            self._save(session, step)  # before the evaluation, which may fail
+        self._tell("done", step, evaluation=self._evaluated(session, step))
+
+    def _evaluated(self, session: Session, step: int) -> float | None:
+        if self._job.evaluate is None:
+            return None
+        self._tell("evaluating", step)
+        seed_everything(seed_of(self._job.seed, "evaluation"))
+        microbatches = list(self._job.evaluate())
+        if not microbatches:
+            raise InvalidJob(f"job {self._job.name!r}: evaluate gave no microbatch: it needs one at least")
+        return session.evaluate(self._heard(microbatches, step))
 
     def _heard(self, microbatches: list[Any], step: int) -> Sequence[Any]:
         """Microbatches of an evaluation: each gives a sign of life, as an evaluation may take long."""
@@ -149,7 +161,7 @@ def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: 
     batches, losses, seconds = Batches(job), [], []
     with technique.open(job, gang, order.configuration) as session:
         opened = time.monotonic() - begun
-        for step in range(WARM_UP + MEASURED):
+        for step in range(min(WARM_UP + MEASURED, job.steps)):
             begun = time.monotonic()
             microbatches = batches.of_step(step)
             losses.append(session.step(microbatches, job.seeds(step, len(microbatches))))
@@ -161,7 +173,7 @@ def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: 
     if gang.rank == 0:
         result = {
             "open_s": opened,
-            "step_s": sorted(seconds[WARM_UP:])[MEASURED // 2],
+            "step_s": statistics.median(seconds[WARM_UP:] or seconds[-1:]),
             "first_s": seconds[0],
             "save_s": saved,
             "digest": digest(folder, losses),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from hydra_ext.fleet import references
 from hydra_ext.fleet.cluster import training
 from hydra_ext.fleet.cluster.interface import Order, Task
 from hydra_ext.fleet.devices import Device
@@ -33,6 +34,8 @@ def run(order: Order, rank: int) -> int:
     """Carries out an order as one rank of its gang. Returns the process's exit status."""
     begun, stop = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    references.mark_worker()
     sys.path[:] = [*order.settings.path, *(each for each in sys.path if each not in order.settings.path)]
     torch.set_num_threads(order.settings.threads)
     try:
@@ -47,6 +50,7 @@ def run(order: Order, rank: int) -> int:
             else:
                 training.Loop(order, job, gang, stop.is_set).run(technique, begun=begun)
     except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the process ends here
+        traceback.print_exc()  # into the job's log
         training.write_result(order.error_file(rank), _told(error))
         return FAILED
     return 0
@@ -56,7 +60,8 @@ def _told(error: BaseException) -> dict[str, Any]:
     return {
         "message": f"{type(error).__name__}: {error}",
         "trace": "".join(traceback.format_exception(error)),
-        "wont_do": isinstance(error, WontDo),
+        # Another technique may need less memory.
+        "wont_do": isinstance(error, WontDo | torch.OutOfMemoryError),
         "smallest_budget": getattr(error, "smallest_budget", None),
     }
 

@@ -42,9 +42,10 @@ class Zygote:
         self._told = told
         self._text = b""
         self._workers: dict[int, tuple[int, int]] = {}  # gang and rank, by process
+        self._wake = (-1, -1)
 
     def run(self) -> None:
-        woken, wake = os.pipe()
+        woken, wake = self._wake = os.pipe()
         for end in (woken, wake):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -78,9 +79,12 @@ class Zygote:
 
     def _start(self, asked: Mapping[str, Any]) -> None:
         parent = os.getpid()
+        # Until the worker handles it: it would end the worker, or be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         process = os.fork()
         if process == 0:
-            _work(asked, parent, (self._asked, self._told))
+            _work(asked, parent, (self._asked, self._told, *self._wake))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         self._workers[process] = asked["start"], asked["rank"]
 
     def _reap(self) -> None:
@@ -101,11 +105,16 @@ class Zygote:
 
 def _signal(process: int, number: int) -> None:
     """To a worker and all that it has started: each worker leads a session of its own."""
-    with suppress(ProcessLookupError, PermissionError):
+    try:
         os.killpg(process, number)
+    except ProcessLookupError:  # it does not lead its session yet
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+    except PermissionError:  # all that is left has ended
+        pass
 
 
-def _work(asked: Mapping[str, Any], parent: int, inherited: tuple[int, int]) -> NoReturn:
+def _work(asked: Mapping[str, Any], parent: int, inherited: tuple[int, ...]) -> NoReturn:
     """The life of a worker, after the fork."""
     status = 1
     try:
@@ -137,6 +146,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the fleet's
     # The pipes get descriptors of their own: what a library prints must not come between the lines.
     asked, told = os.dup(0), os.dup(1)
+    # Workers hold the lock, and programs that they start do not.
+    os.set_inheritable(int(sys.argv[1]), False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     for module in _PRELOADED:

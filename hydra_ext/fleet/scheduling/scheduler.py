@@ -260,7 +260,11 @@ class Scheduler:
     def admit(self, jobs: Sequence[JobRecord]) -> None:
         """Takes in jobs that begin, or go on after they had ended."""
         for job in jobs:
-            self._jobs[job.name] = job
+            before = self._jobs.get(job.name)
+            if before is not None and before.running is not None:  # it is about to stop, and goes on behind that
+                before.state = JobState.MOVING
+            else:
+                self._jobs[job.name] = job
         if jobs:
             self._agenda.insist(self._cluster.now())
 
@@ -309,6 +313,7 @@ class Scheduler:
         if job.state is JobState.RUNNING:
             self._cluster.stop(job.running.gang)
         job.state = JobState.STOPPING
+        self._record("stopping", job=job.name, at=self._cluster.now(), step=job.step)
 
     def _end(self, job: JobRecord, state: JobState) -> None:
         """A job does not go on."""
@@ -509,6 +514,7 @@ class Scheduler:
             step=job.step,
             state=job.state.value,
             failure=None if failure is None else failure.message,
+            wont_do=failure is not None and failure.wont_do,
         )
         if not self._is_as_planned(job, now):
             self._agenda.hurry(now)

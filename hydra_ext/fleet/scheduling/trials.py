@@ -136,19 +136,8 @@ class Trials:
         return found
 
     def _measure_kinds(self, new: Mapping[str, Mapping[str, Any]], node: Node) -> dict[str, Measured]:
-        most = max(len(each.devices) for each in self._cluster.nodes())
-        asked = [(place, devices) for place in self._techniques for devices in _tried(place, most)]
-        searches = {
-            kind: self._order(Task.SEARCH, job, [device.describe() for device in _several(node, most)], asked=asked)
-            for kind, job in new.items()
-        }
-        failures = self._run(list(searches.values()))
-        answers: dict[str, list[dict[str, Any]]] = {}
-        for kind, order in searches.items():
-            failure = failures[order.gang]
-            if failure is not None:
-                raise InvalidJob(f"job {order.job['name']!r} cannot be built: {failure.message}\n{failure.trace}")
-            answers[kind] = json.loads(order.result_file.read_text())
+        shutil.rmtree(self._folder, ignore_errors=True)  # of trials that were interrupted
+        answers = self._asked(new, node)
         trials = [
             (kind, answer, self._order(Task.TRIAL, new[kind], _devices(node, answer), answer=answer))
             for kind in new
@@ -159,10 +148,35 @@ class Trials:
         found = {}
         for kind, job in new.items():
             tried = [(answer, order) for of_kind, answer, order in trials if of_kind == kind]
-            found[kind] = _concluded(answers[kind], tried, failures, exact=bool(job["exact"]))
-            self._record("measured", kind=kind, measured=found[kind].describe())
+            found[kind] = _concluded(answers[kind], tried, failures, exact=bool(job["exact"]), wanted=self._techniques)
+            lost = [failure for _, order in tried if (failure := failures[order.gang]) is not None and failure.is_lost]
+            if found[kind].options and not lost:  # others are measured again when the fleet resumes
+                self._record("measured", kind=kind, measured=found[kind].describe())
         shutil.rmtree(self._folder, ignore_errors=True)
         return found
+
+    def _asked(self, new: Mapping[str, Mapping[str, Any]], node: Node) -> dict[str, list[dict[str, Any]]]:
+        """The techniques' answers about each kind of job. Exact jobs need one on one device to compare the others with.
+
+        Raises:
+            InvalidJob: A job cannot be built.
+        """
+        most = len(node.devices)
+        asked = [(place, devices) for place in self._techniques for devices in _tried(place, most)]
+        more = [(place, 1) for place in _REFERENCES if place not in self._techniques]
+        devices = [device.describe() for device in node.devices]
+        searches = {
+            kind: self._order(Task.SEARCH, job, devices, asked=[*asked, *(more if job["exact"] else ())])
+            for kind, job in new.items()
+        }
+        failures = self._run(list(searches.values()))
+        answers: dict[str, list[dict[str, Any]]] = {}
+        for kind, order in searches.items():
+            failure = failures[order.gang]
+            if failure is not None:
+                raise InvalidJob(f"job {order.job['name']!r} cannot be built: {failure.message}\n{failure.trace}")
+            answers[kind] = _with_one_reference(json.loads(order.result_file.read_text()), self._techniques)
+        return answers
 
     def _order(
         self,
@@ -214,6 +228,7 @@ def _concluded(
     failures: Mapping[int, Failure | None],
     *,
     exact: bool,
+    wanted: Sequence[str],
 ) -> Measured:
     refused = {_label(answer): answer["why_not"] for answer in answers if answer["configuration"] is None}
     budgets = [answer["smallest_budget"] for answer in answers]
@@ -232,7 +247,9 @@ def _concluded(
     if exact:
         options = _exact_ones(options, digests, refused)
     return Measured(
-        options=options, refused=refused, smallest_budget=min((each for each in budgets if each), default=None)
+        options=[option for option in options if option.technique in wanted],
+        refused=refused,
+        smallest_budget=min((each for each in budgets if each), default=None),
     )
 
 
@@ -245,6 +262,8 @@ def _exact_ones(options: Sequence[Option], digests: Sequence[str], refused: dict
     pairs = list(zip(options, digests, strict=True))
     alone = {option.technique: digest for option, digest in pairs if option.devices == 1}
     reference = next((alone[place] for place in _REFERENCES if place in alone), None)
+    if reference is None and options:
+        logger.warning("no technique on one device would do: the numbers of the others could not be compared")
     kept = []
     for option, digest in pairs:
         label = f"{option.name} on {option.devices}"
@@ -273,8 +292,17 @@ def _tried(place: str, most: int) -> list[int]:
     return [each for each in counts if each & (each - 1) == 0 or each == most]
 
 
-def _several(node: Node, most: int) -> list[Any]:
-    return [node.devices[i % len(node.devices)] for i in range(most)]
+def _with_one_reference(answers: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """The answers of the techniques that are wanted, and of the first reference that would do, if none of these is one.
+
+    Where only references are wanted there is nothing to compare.
+    """
+    own = [answer for answer in answers if answer["technique"] in wanted]
+    doing = [answer for answer in own if answer["configuration"] is not None]
+    if any(answer["technique"] in _REFERENCES for answer in doing) or not doing:
+        return own
+    others = [each for each in answers if each["technique"] not in wanted and each["configuration"] is not None]
+    return [*own, *others[:1]]
 
 
 def _devices(node: Node, answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -70,10 +70,12 @@ def loss(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def evaluation() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    return [
-        (torch.randn(6, WIDTH, generator=generator), torch.randint(0, 5, (6,), generator=generator)) for _ in range(3)
-    ]
+    """Drawn from torch's own generator: its seed is the job's."""
+    return [(torch.randn(6, WIDTH), torch.randint(0, 5, (6,))) for _ in range(3)]
+
+
+def no_evaluation() -> list[tuple[Tensor, Tensor]]:
+    return []
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -190,6 +192,7 @@ def _plainly(job: Job) -> tuple[dict[str, Tensor], list[float], float | None]:
         losses.append(float(torch.stack(total).mean()))
     evaluated = None
     if job.evaluate is not None:
+        seeded(hydra_ext.fleet.job.seed_of(job.seed, "evaluation"))
         model.eval()
         with torch.no_grad():
             evaluated = float(torch.stack([job.loss(model, each) for each in job.evaluate()]).mean())
