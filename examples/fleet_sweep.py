@@ -93,7 +93,7 @@ def jobs(steps: int = 25) -> list[hydra_ext.Job]:
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "fleet_sweep")
     fleet = hydra_ext.Fleet(folder, devices=2, budget=BUDGET)
-    results = fleet.resume() if folder.exists() else fleet.run(jobs())
+    results = fleet.resume() if (folder / "journal.jsonl").exists() else fleet.run(jobs())
     print(results)
     fleet.write_report(folder / "report.html")
     print(f"the report is in {folder / 'report.html'}")

@@ -20,10 +20,10 @@ class Guide:
     """
 
     def propose(self, running: int) -> Sequence[Job]:
-        """Jobs to begin now; called at the beginning, and whenever a job has ended.
+        """Jobs to begin now; called about twice a second.
 
         Args:
-            running: Number of jobs that have not ended.
+            running: Number of jobs that have not ended, those included that wait for their trials.
         """
         return ()
 
