@@ -213,7 +213,8 @@ def _inherit(parent: Path, folder: Path) -> int:
     """
     draft = folder / "copy"
     for _ in range(_COPIES):
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt: the job was not there
+        for left in (draft, folder / CHECKPOINTS):  # of an earlier attempt: the job is new
+            shutil.rmtree(left, ignore_errors=True)
         with choosing.newest(parent / CHECKPOINTS, Files(), lambda reader: None) as reader:
             if reader is None:
                 return 0
@@ -221,7 +222,7 @@ def _inherit(parent: Path, folder: Path) -> int:
                 shutil.copytree(reader.path, draft)
             except (FileNotFoundError, shutil.Error):  # the parent has removed it meanwhile, for a newer one
                 continue
-            (folder / CHECKPOINTS).mkdir()
+            (folder / CHECKPOINTS).mkdir(parents=True)
             draft.rename(folder / CHECKPOINTS / reader.path.name)
             return int(reader.manifest.content["extra"]["step"])
     raise CheckpointError(f"{parent} saves faster than its checkpoints can be copied", file=parent)

@@ -123,11 +123,7 @@ class Fleet:
                 path=_search_path(),
                 time=time.time(),
             )
-        try:
-            return self._go_on(guide, trackers)
-        except (InvalidJob, JobDoesNotFit):
-            self._forget_if_nothing_ran()
-            raise
+        return self.resume(guide=guide, trackers=trackers)
 
     def resume(self, *, guide: Guide | None = None, trackers: Sequence[Tracker] = ()) -> Results:
         """Goes on with the fleet of the folder, from its journal and the jobs' checkpoints, on the same devices.
@@ -139,9 +135,14 @@ class Fleet:
         Raises:
             JournalError: There is no fleet in the folder, or its journal is damaged.
             FleetInUse: Another process runs it.
+            InvalidJob, JobDoesNotFit: As :meth:`run` raises them, if nothing has run. The folder has no fleet then.
             InvalidArgument: Other devices or another budget were given than the fleet has.
         """
-        return self._go_on(guide, trackers)
+        try:
+            return self._go_on(guide, trackers)
+        except (InvalidJob, JobDoesNotFit):
+            self._forget_if_nothing_ran()
+            raise
 
     def _go_on(self, guide: Guide | None, trackers: Sequence[Tracker]) -> Results:
         if not (self.folder / "journal.jsonl").exists():
