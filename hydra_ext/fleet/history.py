@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ class Move:
     devices: int
 
 
+class Activity(Enum):
+    """What a job does that has devices."""
+
+    RUNNING = "trains"
+    MOVING = "saves, to go on with another option"
+
+
 @dataclass
 class JobHistory:
     """One job's past.
@@ -43,8 +51,7 @@ class JobHistory:
         stretches: In order. The last one is not over if the job runs at this moment.
         moves: In order.
         failures: Why it was set aside; empty if it was not.
-        is_running: Whether it has devices at this moment.
-        is_moving: Whether it saves, to go on with another option.
+        activity: What it does with devices; None if it has none at this moment.
         is_stopped: Whether it was stopped, and not restarted.
     """
 
@@ -54,8 +61,7 @@ class JobHistory:
     stretches: list[Stretch] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     failures: tuple[str, ...] = ()
-    is_running: bool = False
-    is_moving: bool = False
+    activity: Activity | None = None
     is_stopped: bool = False
 
     @property
@@ -212,7 +218,7 @@ class _Reading:
             technique, devices = self._option(entry["job"], entry["option"])
             job = self._jobs[entry["job"]]
             job.moves.append(Move(at=entry["at"], technique=technique, devices=devices))
-            job.is_moving = True
+            job.activity = Activity.MOVING
         elif event == "start":
             self._gang = max(self._gang, int(entry["gang"]))
             self._open[entry["gang"]] = entry
@@ -272,7 +278,7 @@ class _Reading:
         begun = self._open.pop(entry["gang"])
         job, failure = self._jobs[entry["job"]], entry["failure"]
         job.stretches.append(_stretch(begun, entry["at"], entry["step"], failure))
-        job.is_moving = False
+        job.activity = None
         options = self._options.get(entry["job"], [])
         if entry.get("wont_do") and 1 < len(options) > begun["option"]:
             del options[begun["option"]]  # as the scheduler does
@@ -283,13 +289,13 @@ class _Reading:
             job, start = self._jobs[begun["job"]], float(begun["at"])
             time, step = job.track.ends.get(gang, (None, job.track.saved))
             if now is not None and not job.is_done:
-                job.is_running = True
+                job.activity = job.activity or Activity.RUNNING
                 job.stretches.append(_stretch(begun, max(start, self._seconds_at(now)), job.track.step, None))
                 continue
             end = start if time is None else max(start, self._seconds_at(time))
             is_whole = job.is_done and job.track.gang == gang  # only its processes have not ended
             job.stretches.append(_stretch(begun, end, step, None if is_whole else FLEET_ENDED))
-            job.is_moving = False
+            job.activity = None
         self._open.clear()
 
     def _seconds_at(self, time: float) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 from hydra_ext.fleet import history, journal
 from hydra_ext.fleet.cluster.embedded import LOCK, is_locked
 from hydra_ext.fleet.cluster.progress import Track
-from hydra_ext.fleet.history import FLEET_ENDED, Foreseen, History, JobHistory, PastPlan
+from hydra_ext.fleet.history import FLEET_ENDED, Activity, Foreseen, History, JobHistory, PastPlan
 from hydra_ext.fleet.reporting import memory
 from hydra_ext.fleet.results import aligned, text_of
 from hydra_ext.fleet.scheduling.scheduler import ENDED, JobState
@@ -164,7 +164,7 @@ def of(past: History, folder: Path, *, runs: bool) -> FleetStatus:
 def _job(past: History, name: str, foreseen: Foreseen | None, eta: float | None) -> JobStatus:
     job = past.jobs[name]
     track, last = job.track, job.stretches[-1] if job.stretches else None
-    running = last if job.is_running else None
+    running = last if job.activity is not None else None
     step = track.step if running is not None or job.is_done else track.saved
     return JobStatus(
         name=name,
@@ -175,7 +175,7 @@ def _job(past: History, name: str, foreseen: Foreseen | None, eta: float | None)
         step=step,
         steps=int(job.job["steps"]),
         loss=track.losses.get(step),
-        step_seconds=_step_seconds(past, name) if job.is_running else None,
+        step_seconds=_step_seconds(past, name) if job.activity is not None else None,
         eta_seconds=eta,
         memory_bytes=None if running is None else memory.resident_bytes(job.folder / "log.txt"),
         failures=tuple(each.failure for each in job.stretches if each.failure and each.failure != FLEET_ENDED),
@@ -188,14 +188,14 @@ def _state(job: JobHistory) -> JobState:
     if job.failures:
         return JobState.SET_ASIDE
     if job.is_stopped:
-        return JobState.STOPPED
-    if job.is_running:
-        return JobState.MOVING if job.is_moving else JobState.RUNNING
+        return JobState.STOPPED if job.activity is None else JobState.STOPPING
+    if job.activity is not None:
+        return JobState.MOVING if job.activity is Activity.MOVING else JobState.RUNNING
     return JobState.WAITING
 
 
 def _technique(job: JobHistory, foreseen: Foreseen | None) -> str:
-    if job.stretches and (job.is_running or not job.is_open or foreseen is None):
+    if job.stretches and (job.activity is not None or not job.is_open or foreseen is None):
         return job.stretches[-1].technique
     return "" if foreseen is None else foreseen.technique
 
