@@ -95,18 +95,11 @@ class Fleet:
             InvalidArgument: The folder has a fleet already, or an argument is not as given here.
             StateError: The call is not below ``if __name__ == "__main__":`` in the program that defines the jobs.
         """
-        if references.is_in_worker():
-            raise StateError(
-                "a worker imports this program for the functions of its jobs, and must not start a fleet by that: call "
-                "run() below if __name__ == '__main__':"
-            )
         described = _described(jobs, may_be_empty=guide is not None)
         chosen = list(BUILT_IN if techniques is None else techniques)
         for place in chosen:
             technique_named(place)
-        for name, value in (("interval", interval), ("patience", patience)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise InvalidArgument(f"{name}={value!r}: give a positive number of seconds")
+        _check_seconds(interval=interval, patience=patience)
         devices = self._chosen()
         with _journal(self.folder) as journal:
             if journal.entries:
@@ -249,7 +242,18 @@ def _journal(folder: Path) -> Iterator[Journal]:
         journal.close()
 
 
+def _check_seconds(**given: float) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise InvalidArgument(f"{name}={value!r}: give a positive number of seconds")
+
+
 def _described(jobs: Sequence[Job], *, may_be_empty: bool) -> list[dict[str, Any]]:
+    if references.is_in_worker():
+        raise StateError(
+            "a worker imports this program for the functions of its jobs, and must not start a fleet by that: call "
+            "run() below if __name__ == '__main__':"
+        )
     if isinstance(jobs, Job) or not all(isinstance(job, Job) for job in jobs):
         raise InvalidJob("jobs: give a list of hydra_ext.Job")
     if not jobs and not may_be_empty:

@@ -23,7 +23,7 @@ def test_jobs_are_stopped_cloned_and_restarted_while_others_run(tmp_path: Path) 
     """A clone has weights, moments and steps of its parent, and a learning rate of its own."""
     folder = tmp_path / "fleet"
     fleet = Fleet(folder)
-    clone = trainings.job("clone", lr=3e-3, steps=40, schedule=None, max_norm=None, loss=drives.SLOW)
+    clone = trainings.job("clone", lr=3e-3, steps=30, schedule=None, max_norm=None, loss=drives.SLOW)
     with driven(folder, "two_jobs") as driver:
         wait_for(lambda: "saved" in events(folder / "parent"), driver)
         fleet.stop("parent")
@@ -102,6 +102,7 @@ def test_a_guide_stops_jobs_that_fall_behind(tmp_path: Path) -> None:
         assert hydra_ext.load_model(found.folder, job.model()).step == len(found.losses)
 
 
+@pytest.mark.full
 def test_a_new_job_that_fits_nowhere_is_set_aside_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

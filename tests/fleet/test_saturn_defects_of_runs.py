@@ -120,6 +120,7 @@ def test_8_times_are_taken_when_the_device_is_done(tmp_path: Path, monkeypatch: 
     assert set(json.loads(order.result_file.read_text())) == {"open_s", "step_s", "first_s", "save_s", "digest"}
 
 
+@pytest.mark.full
 def test_8_all_that_would_do_is_measured_and_the_fastest_is_taken(tmp_path: Path) -> None:
     """Theirs took the first setting that fitted."""
     job = trainings.job("a", steps=4)

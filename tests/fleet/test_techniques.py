@@ -40,7 +40,7 @@ def test_a_job_that_goes_through_several_techniques_has_the_bits_of_the_plain_lo
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("technique", ["data parallel", "fsdp"])
 def test_techniques_with_other_sums_stay_within_their_bound(technique: str, tmp_path: Path) -> None:
     """Two stretches, so that a checkpoint is loaded; with exact=True they are refused, with the bound."""

@@ -36,13 +36,13 @@ SLOW = partial(slowly, seconds=0.02)
 
 def two_jobs() -> list[Job]:
     return [
-        trainings.job("parent", steps=40, schedule=None, max_norm=None, loss=SLOW),
-        trainings.job("other", steps=150, loss=SLOW),
+        trainings.job("parent", steps=30, schedule=None, max_norm=None, loss=SLOW),
+        trainings.job("other", steps=100, loss=SLOW),
     ]
 
 
 def three_jobs() -> list[Job]:
-    steps = {"short": 4, "long": 60, "other": 10}
+    steps = {"short": 4, "long": 50, "other": 10}
     return [trainings.job(name, loss=SLOW, steps=count) for name, count in steps.items()]
 
 
