@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -166,7 +165,3 @@ def shape_of(described: Any) -> Any:
     if isinstance(described, dict):
         return {key: shape_of(each) for key, each in described.items()}
     return described
-
-
-Described = dict[str, Any]
-Function = Callable[..., Any]
