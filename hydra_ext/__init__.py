@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hydra_ext.checkpoint.loading import Loaded, load_model
     from hydra_ext.construction import materialize
     from hydra_ext.fleet import Fleet, Job
+    from hydra_ext.runtime.placement.sharing import SharedDevice, SharedReport
     from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
     from hydra_ext.runtime.reporting.figures import StepFigures
     from hydra_ext.runtime.rounds.step import StepOutput
@@ -44,6 +45,8 @@ __all__ = [
     "Recompute",
     "Report",
     "Run",
+    "SharedDevice",
+    "SharedReport",
     "SimulatedDevice",
     "StepFigures",
     "StepOutput",
@@ -70,6 +73,8 @@ _ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
     "Pipeline": "hydra_ext.pipeline",
     "PipelineOutput": "hydra_ext.pipeline",
     "PipelineReport": "hydra_ext.pipeline",
+    "SharedDevice": "hydra_ext.runtime.placement.sharing",
+    "SharedReport": "hydra_ext.runtime.placement.sharing",
     "load_model": "hydra_ext.checkpoint.loading",
     "StepFigures": "hydra_ext.runtime.reporting.figures",
     "StepOutput": "hydra_ext.runtime.rounds.step",

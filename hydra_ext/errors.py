@@ -128,6 +128,19 @@ class StateError(HydraError, RuntimeError):
     """The present state does not allow a call, for example after the context has ended."""
 
 
+class TenantsFailed(HydraError, RuntimeError):
+    """Several functions that shared a device have raised.
+
+    Attributes:
+        errors: Their errors, by the function's place in the call.
+    """
+
+    def __init__(self, errors: Mapping[int, BaseException]) -> None:
+        told = "; ".join(f"{number}: {type(error).__name__}: {error}" for number, error in errors.items())
+        super().__init__(f"{len(errors)} of the functions that shared a device have failed: {told}")
+        self.errors = dict(errors)
+
+
 class TransferError(HydraError, RuntimeError):
     """A copy between device and host failed. The operation that needed it can be tried again."""
 

@@ -89,8 +89,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         optimizer: The optimizer of the model's parameters. None for evaluation.
         budget: Device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
             ``"auto"`` is 94 % of what a GPU has free, memory that torch has reserved there included.
-        device: ``"cuda"``, ``"cuda:1"``, ``"simulated"`` or a :class:`SimulatedDevice`. ``None`` takes CUDA if there is
-            one, otherwise a simulated device.
+        device: ``"cuda"``, ``"cuda:1"``, ``"simulated"``, a :class:`SimulatedDevice`, or a :class:`SharedDevice` inside
+            one of its functions. ``None`` takes CUDA if there is one, otherwise a simulated device.
         blocks: Modules, or their names, that move as one. Other blocks are found by size.
         host_budget: Host bytes for weights, gradients, optimizer state, saved tensors that have left the device, and
             working memory together. The rest goes to the disk: state before gradients, gradients before weights. Saved
@@ -139,7 +139,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         optimizer: torch.optim.Optimizer | None = None,
         *,
         budget: int | str,
-        device: SimulatedDevice | devices.Place | torch.device | str | None = None,
+        device: SimulatedDevice | devices.PlaceMaker | devices.Place | torch.device | str | None = None,
         blocks: Sequence[nn.Module | str] | None = None,
         host_budget: int | str | None = None,
         spill_dir: str | os.PathLike[str] | None = None,
@@ -202,6 +202,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         return name, size
 
     def __enter__(self) -> Run:
+        with _C.Undisturbed():  # runs that share the device do not see half of what entering changes
+            return self._enter()
+
+    def _enter(self) -> Run:
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
@@ -310,6 +314,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     def _meet_others(self) -> Replicas | None:
         group = choose_group(self._process_group)
+        if group is not None and self._place.is_shared:
+            raise InvalidArgument(
+                "ranks of a process group cannot share their devices with other runs: give process_group=False, or a "
+                "device of its own"
+            )
         if group is None:
             check_parameters(self._model, self._optimizer)
             return None

@@ -63,7 +63,7 @@ class stash:  # noqa: N801 - a verb: it is used as a function
         budget: int | str | None = None,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        device: SimulatedDevice | devices.Place | torch.device | str | None = None,
+        device: SimulatedDevice | devices.PlaceMaker | devices.Place | torch.device | str | None = None,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InvalidArgument(f"model is a {type(model).__name__}: give a torch.nn.Module")

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "csrc/base/clock.h"
+#include "csrc/base/device_turns.h"
 
 namespace hydra {
 namespace {
@@ -134,7 +135,7 @@ double DeferredUpdate::wait(std::int32_t block) {
   }
   const auto start = std::chrono::steady_clock::now();
   wanted_ = block;
-  done_.wait(lock, [&] { return has_ended(*entry); });
+  wait_in_pause(lock, done_, [&] { return has_ended(*entry); });
   if (entry->state == State::kFailed) {
     std::rethrow_exception(error_);
   }
@@ -147,7 +148,7 @@ double DeferredUpdate::wait_all() {
   std::unique_lock lock(mutex_);
   const auto start = std::chrono::steady_clock::now();
   const bool waits = !all_ended();
-  done_.wait(lock, all_ended);
+  wait_in_pause(lock, done_, all_ended);
   if (error_) {
     std::rethrow_exception(error_);
   }

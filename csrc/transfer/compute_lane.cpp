@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/base/device_turns.h"
 #include "csrc/transfer/fault_injector.h"
 
 namespace hydra {
@@ -29,7 +30,7 @@ struct ComputeLane::Progress {
       return;
     }
     std::unique_lock lock(mutex);
-    changed->wait(lock, [this, position] { return ended >= position; });
+    wait_in_pause(lock, *changed, [this, position] { return ended >= position; });
     seen = std::max(seen, position);
   }
 

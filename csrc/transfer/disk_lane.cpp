@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "csrc/base/clock.h"
+#include "csrc/base/device_turns.h"
 #include "csrc/base/errors.h"
 
 namespace hydra {
@@ -66,7 +67,7 @@ void DiskLane::drain() noexcept {
   }
   std::unique_lock lock(mutex_);
   const std::int64_t all = submitted_;
-  changed_->wait(lock, [&] { return unfinished_.empty() || unfinished_.front()->sequence >= all; });
+  wait_in_pause(lock, *changed_, [&] { return unfinished_.empty() || unfinished_.front()->sequence >= all; });
 }
 
 LaneStatistics DiskLane::statistics(DiskDirection direction) const {

@@ -34,6 +34,8 @@ struct Job {
   Priority priority = Priority::kPrefetch;
   /// Names the bytes in the activity log.
   ActivityLabel label{};
+  /// The log of the job's activities, which has to outlive it; null for that of the lane's device.
+  ActivityLog* log = nullptr;
   /// The lane waits for these before the first byte moves. Null entries are allowed.
   std::vector<FencePtr> fences;
   std::function<void()> before;

@@ -17,6 +17,7 @@ void LaneActivity::moved(std::int64_t sequence, const Job& job, Bytes before, By
   if (sequence != sequence_) {
     flush();
     sequence_ = sequence;
+    open_log_ = log_of(job);
     open_.kind = ActivityKind::kCopy;
     open_.label = job.label;
     open_.continued = before > 0;
@@ -26,15 +27,15 @@ void LaneActivity::moved(std::int64_t sequence, const Job& job, Bytes before, By
   open_.end = end;
 }
 
-void LaneActivity::host_work(const ActivityLabel& label, Time begin) noexcept {
+void LaneActivity::host_work(const Job& job, Time begin) noexcept {
   if (begin != Time{} && ActivityLog::Clock::now() - begin >= kShortestHostWork) {
-    log_->add_since(begin, open_.row, ActivityKind::kHostWork, label);
+    log_of(job)->add_since(begin, open_.row, ActivityKind::kHostWork, job.label);
   }
 }
 
 void LaneActivity::flush() noexcept {
   if (open_.bytes > 0) {
-    log_->add(open_);
+    open_log_->add(open_);
   }
   open_.bytes = 0;
   sequence_ = 0;

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "csrc/base/device_turns.h"
+
 namespace hydra {
 
 bool Ticket::finished() const noexcept {
@@ -22,7 +24,7 @@ void Ticket::wait_quietly() noexcept {
     return;
   }
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return finished_locked(); });
+  wait_in_pause(lock, changed_, [this] { return finished_locked(); });
 }
 
 void Ticket::wait_enqueued() noexcept {
@@ -30,7 +32,7 @@ void Ticket::wait_enqueued() noexcept {
     return;
   }
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return state_ != State::kQueued; });
+  wait_in_pause(lock, changed_, [this] { return state_ != State::kQueued; });
 }
 
 std::exception_ptr Ticket::error() const noexcept {

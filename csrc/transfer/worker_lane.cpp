@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/base/device_turns.h"
 #include "csrc/base/errors.h"
 
 namespace hydra {
@@ -14,12 +15,12 @@ TicketPtr WorkerLane::submit(Job job) {
   pending.ticket = std::make_shared<Ticket>(job.bytes());
   pending.submitted = Clock::now();
   TicketPtr ticket = pending.ticket;
-  Queue& queue = queues_.at(static_cast<std::size_t>(job.priority));
   pending.job = std::move(job);
   {
     const std::lock_guard lock(mutex_);
     HYDRA_EXPECT(!stopping_, StateError, "this lane is closing and takes no more jobs");
     pending.sequence = submitted_ + 1;
+    Queue& queue = flow_of(pending.job).queues.at(static_cast<std::size_t>(pending.job.priority));
     queue.push_back(std::move(pending));
     ++submitted_;
   }
@@ -33,9 +34,11 @@ void WorkerLane::drain() noexcept {
   }
   std::unique_lock lock(mutex_);
   const std::int64_t last = submitted_;
-  changed_->wait(lock, [this, last] {
-    return std::ranges::all_of(queues_,
-                               [last](const Queue& queue) { return queue.empty() || queue.front().sequence > last; });
+  wait_in_pause(lock, *changed_, [this, last] {
+    return std::ranges::all_of(flows_, [last](const Flow& flow) {
+      return std::ranges::all_of(flow.queues,
+                                 [last](const Queue& queue) { return queue.empty() || queue.front().sequence > last; });
+    });
   });
 }
 
@@ -64,16 +67,17 @@ void WorkerLane::run() noexcept {
   on_thread_start();
   std::unique_lock lock(mutex_);
   for (;;) {
-    Queue* queue = nullptr;
-    changed_->wait(lock, [this, &queue] {
-      queue = next_queue();
-      return queue != nullptr || stopping_;
+    Next chosen;
+    changed_->wait(lock, [this, &chosen] {
+      chosen = next();
+      return chosen.queue != nullptr || stopping_;
     });
-    if (queue == nullptr) {
+    if (chosen.queue == nullptr) {
       return;
     }
     // Stays valid without the lock: other threads only append, and then a deque keeps its elements in place.
-    Pending& pending = queue->front();
+    Pending& pending = chosen.queue->front();
+    const double worked = pending.seconds;
     lock.unlock();
     bool ended = true;
     std::exception_ptr error;
@@ -82,20 +86,51 @@ void WorkerLane::run() noexcept {
     } catch (...) {
       error = std::current_exception();
     }
+    const double seconds = pending.seconds - worked;
     if (ended) {
       finish(pending, std::move(error));
     }
     lock.lock();
+    chosen.flow->seconds += seconds;
     if (ended) {
-      queue->pop_front();
+      chosen.queue->pop_front();
+      forget_idle(*chosen.flow);
       changed_->notify_all();
     }
   }
 }
 
-WorkerLane::Queue* WorkerLane::next_queue() noexcept {
-  const auto found = std::ranges::find_if(queues_, [](const Queue& queue) { return !queue.empty(); });
-  return found == queues_.end() ? nullptr : &*found;
+WorkerLane::Flow& WorkerLane::flow_of(const Job& job) {
+  double least = flows_.empty() ? 0.0 : flows_.front().seconds;
+  for (Flow& flow : flows_) {
+    if (flow.run == job.log) {
+      return flow;
+    }
+    least = std::min(least, flow.seconds);
+  }
+  // A run that had no jobs is owed nothing for that time.
+  return flows_.emplace_back(Flow{.run = job.log, .seconds = least});
+}
+
+WorkerLane::Next WorkerLane::next() noexcept {
+  Next found;
+  std::size_t priority = std::tuple_size_v<decltype(Flow::queues)>;
+  for (Flow& flow : flows_) {
+    const auto queue = std::ranges::find_if(flow.queues, [](const Queue& each) { return !each.empty(); });
+    const auto its = static_cast<std::size_t>(queue - flow.queues.begin());
+    const bool tied = found.flow != nullptr && its == priority && flow.seconds < found.flow->seconds;
+    if (its < priority || tied) {
+      found = {.flow = &flow, .queue = &*queue};
+      priority = its;
+    }
+  }
+  return found;
+}
+
+void WorkerLane::forget_idle(const Flow& flow) noexcept {
+  if (flow.run != nullptr && std::ranges::all_of(flow.queues, [](const Queue& queue) { return queue.empty(); })) {
+    flows_.remove_if([&flow](const Flow& each) { return &each == &flow; });
+  }
 }
 
 bool WorkerLane::advance(Pending& pending) {
@@ -127,9 +162,9 @@ void WorkerLane::move_next_piece(Pending& pending) {
   const Segment piece{.destination = static_cast<char*>(segment.destination) + pending.offset,
                       .source = static_cast<const char*>(segment.source) + pending.offset,
                       .bytes = std::min(kPieceBytes, segment.bytes - pending.offset)};
-  const Clock::time_point begin = activity_.now();
+  const Clock::time_point begin = activity_.now(pending.job);
   const double seconds = move(piece);
-  activity_.moved(pending.sequence, pending.job, pending.moved, piece.bytes, begin, activity_.now());
+  activity_.moved(pending.sequence, pending.job, pending.moved, piece.bytes, begin, activity_.now(pending.job));
   pending.offset += piece.bytes;
   pending.moved += piece.bytes;
   pending.seconds += seconds;
@@ -149,9 +184,9 @@ void WorkerLane::run_host_function(const Job& job, const std::function<void()>& 
     const Clock::time_point begin;
     ~Stamp() {
       lane.host_function_end_ = Clock::now();
-      lane.activity_.host_work(job.label, begin);
+      lane.activity_.host_work(job, begin);
     }
-  } const stamp{*this, job, activity_.now()};
+  } const stamp{*this, job, activity_.now(job)};
   function();
 }
 

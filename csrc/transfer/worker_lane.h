@@ -1,13 +1,16 @@
 // A lane with one thread: the queues, their priorities, and the statistics. A subclass moves the bytes.
 //
-// The most urgent class runs first; within a class jobs run in the order of submission. Between two pieces of a job a
-// more urgent job may run. A job's own pieces stay in order. Owns the thread and the jobs. Thread-safe.
+// The most urgent class runs first; within a class jobs of one run run in the order of submission. Several runs share
+// the lane by time: of equally urgent jobs the next piece is of the run that the lane has worked for the least, among
+// those that have jobs. Between two pieces of a job another one may run. A job's own pieces stay in order. Owns the
+// thread and the jobs. Thread-safe.
 #pragma once
 
 #include <array>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <mutex>
 #include <thread>
 
@@ -61,10 +64,25 @@ class WorkerLane : public Lane {
     double seconds = 0.0;
   };
   using Queue = std::deque<Pending>;
+  /// The jobs of one run, as long as it has any.
+  struct Flow {
+    const ActivityLog* run = nullptr;  // the jobs' log; null for those of the device's only run
+    double seconds = 0.0;              // that the lane has worked for it, as far as others had jobs too
+    std::array<Queue, 3> queues{};     // indexed by priority
+  };
+  struct Next {
+    Flow* flow = nullptr;
+    Queue* queue = nullptr;
+  };
 
   void run() noexcept;
-  /// The queue of the most urgent job, or null. Under the mutex.
-  Queue* next_queue() noexcept;
+  // Under the mutex.
+  Flow& flow_of(const Job& job);
+  /// The queue of the job that runs next; null if there is no job.
+  Next next() noexcept;
+  /// Removes the flow of a run that has no jobs. That of the device's only run stays.
+  void forget_idle(const Flow& flow) noexcept;
+
   /// One step of one job: its begin or one piece. True when the job has ended.
   bool advance(Pending& pending);
   void move_next_piece(Pending& pending);
@@ -74,9 +92,9 @@ class WorkerLane : public Lane {
   const HomeProcess home_;
   mutable std::mutex mutex_;
   HomeOnly<std::condition_variable> changed_;
-  /// Indexed by priority. A job stays at the front of its queue until its ticket has ended, so the fronts are the
-  /// oldest unfinished jobs of their classes. Only the worker pops.
-  std::array<Queue, 3> queues_;
+  /// A job stays at the front of its queue until its ticket has ended, so the fronts are the oldest unfinished jobs of
+  /// their queues. Flows stay in place. Only the worker pops jobs and removes flows.
+  std::list<Flow> flows_;
   std::int64_t submitted_ = 0;
   bool stopping_ = false;
   LaneStatistics statistics_;

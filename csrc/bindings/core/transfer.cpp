@@ -1,5 +1,6 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/io/file_operations.h"
+#include "csrc/transfer/shared_backend.h"
 #include "csrc/transfer/simulated_device.h"
 
 namespace py = pybind11;
@@ -50,6 +51,9 @@ void bind_transfer(py::module_& module) {
            py::arg("faults") = nullptr)
       .def("hazards", &SimulatedDevice::hazards, py::call_guard<py::gil_scoped_release>())
       .def("first_hazard", &SimulatedDevice::first_hazard, py::call_guard<py::gil_scoped_release>());
+  py::class_<SharedBackend, DeviceBackend, std::shared_ptr<SharedBackend>>(
+      module, "SharedBackend", "One of several runs' views of a device: its figures are those of this run.")
+      .def(py::init<std::shared_ptr<DeviceBackend>>(), py::arg("device"));
 }
 
 }  // namespace hydra

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/base/device_turns.h"
 #include "csrc/base/out_of_memory.h"
 #include "csrc/pytorch/threads/gil.h"
 #include "csrc/transfer/cuda/cuda_error.h"
@@ -267,6 +268,7 @@ class RelievingAllocator final : public ForwardingAllocator {
   }
   bool make_room(int device) {
     const CudaReliefPause pause;
+    const Undisturbed undisturbed;  // a run that begins or ends in its turn waits for this lock
     relieving = true;
     const auto ended = c10::make_scope_exit([] { relieving = false; });
     for (const CudaRelief* known : served_) {

@@ -36,7 +36,7 @@ struct DeviceHomes::Return {
 
 DeviceHomes::DeviceHomes(DeviceBackend& backend, Pager& pager, Resource& memory, std::shared_ptr<HostArena> arena)
     : backend_(backend),
-      math_(dynamic_cast<DeviceMath*>(&backend)),
+      math_(backend.math()),
       pager_(pager),
       memory_(memory),
       arena_(std::move(arena)) {}

@@ -1,5 +1,6 @@
 #include "csrc/pytorch/model/arrivals.h"
 
+#include "csrc/base/device_turns.h"
 #include "csrc/pytorch/threads/error_bridge.h"
 #include "csrc/pytorch/threads/gil.h"
 
@@ -17,6 +18,7 @@ void Arrivals::arrive(const BlockList& blocks, PassKind kind) {
     leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
     rethrow_for_torch(timeline_.explain());
   }
+  DeviceTurns::offer();
 }
 
 void Arrivals::leave(const BlockList& blocks) noexcept {

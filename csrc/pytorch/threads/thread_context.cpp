@@ -13,7 +13,7 @@ int autocast_depth() {
 
 }  // namespace
 
-ThreadContext::ThreadContext() : autocast_depth_(autocast_depth()) {}
+ThreadContext::ThreadContext() : autocast_depth_(autocast_depth()), seat_(DeviceTurns::seat()) {}
 
 void ThreadContext::enter() const {
   at::ThreadLocalState::setThreadLocalState(state_);
@@ -23,6 +23,7 @@ void ThreadContext::enter() const {
     at::autocast::increment_nesting();
   }
   at::autocast::set_autocast_cache_enabled(false);
+  DeviceTurns::take_over(seat_);
 }
 
 }  // namespace hydra

@@ -3,10 +3,13 @@
 // The thread that calls run.step() captures the state, and the thread of each microbatch enters it: grad and inference
 // mode, autocast, dispatch and function modes, saved-tensor hooks, profilers. Autocast has one cache of cast weights
 // for the process. Threads that take turns would share the casts' graph nodes, so enter() switches the cache off.
+// The thread also becomes one of the captured thread's tenant on a shared device.
 // Threads: any; several threads may enter one object.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
+
+#include "csrc/base/device_turns.h"
 
 namespace hydra {
 
@@ -20,6 +23,7 @@ class ThreadContext {
  private:
   at::ThreadLocalState state_;
   int autocast_depth_;
+  DeviceTurns::Seat seat_;
 };
 
 }  // namespace hydra

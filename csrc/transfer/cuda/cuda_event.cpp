@@ -2,6 +2,7 @@
 
 #include <mutex>
 
+#include "csrc/base/device_turns.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
 namespace hydra {
@@ -94,6 +95,10 @@ bool CudaFence::reached() const noexcept {
 }
 
 void CudaFence::wait() noexcept {
+  if (reached()) {
+    return;
+  }
+  const Pause pause;
   for (const Mark& mark : marks_) {
     mark.event->wait();
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/base/device_turns.h"
 #include "csrc/base/errors.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
@@ -79,7 +80,7 @@ void CudaLane::drain() noexcept {
   }
   std::unique_lock lock(mutex_);
   const std::int64_t last = submitted_;
-  changed_->wait(lock, [this, last] { return unfinished_.empty() || *unfinished_.begin() > last; });
+  wait_in_pause(lock, *changed_, [this, last] { return unfinished_.empty() || *unfinished_.begin() > last; });
 }
 
 LaneStatistics CudaLane::statistics() const noexcept {
@@ -266,7 +267,7 @@ cudaError_t CudaLane::wait_for_stream() const noexcept {
 }
 
 void CudaLane::record(const Batch& batch, double seconds) noexcept {
-  const Activity::Time seen = activity_.now();
+  const Activity::Time seen = activity_.now(batch.pending->job);
   if (seen == Activity::Time{} || batch.bytes == 0) {
     return;
   }

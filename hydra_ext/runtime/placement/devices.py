@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -58,28 +58,74 @@ class PinnedInputs:
             end.synchronize()
 
 
+class Tenant(Protocol):
+    """One of several runs' stay on a device that they share.
+
+    Attributes:
+        claims: Budgets of the contexts that are open, by the identity of their places.
+    """
+
+    claims: dict[int, int]
+
+    def make_backend(self) -> _C.DeviceBackend: ...
+    def share(self) -> int: ...
+    def expect_budget(self, budget: int) -> None: ...
+    def step_ended(self, core: _C.PagedModel) -> None: ...
+
+
+class PlaceMaker(ABC):
+    """A device that gives each run a place on it."""
+
+    @abstractmethod
+    def place(self) -> Place:
+        """The place of a run that begins now."""
+
+
 class Place(ABC):
     """One device, as a run sees it. Subclasses make its backend.
 
     Attributes:
         inputs: Copies of pinned inputs to a GPU.
+        tenant: The run's tenancy of a shared device; None for a device of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.tenant: Tenant | None = None
+        self._claim = 0
         self.device = device
         self._type = device.type
         self.inputs = PinnedInputs()
         self._residents: Residents | None = None
         self._told_of_autocast = False
 
-    @abstractmethod
     def make_backend(self) -> _C.DeviceBackend:
         """Makes the core's backend for the device; one per run."""
+        return self._make_backend() if self.tenant is None else self.tenant.make_backend()
+
+    @abstractmethod
+    def _make_backend(self) -> _C.DeviceBackend: ...
+
+    @abstractmethod
+    def alike(self) -> Place:
+        """Another place on this device."""
+
+    def shared(self, tenant: Tenant) -> Place:
+        """A place for a run that shares this device with others."""
+        place = self.alike()
+        place.tenant = tenant
+        return place
+
+    @property
+    def is_shared(self) -> bool:
+        return self.tenant is not None
+
+    def use_own_stream(self) -> None:  # noqa: B027 - most places have none
+        """Gives the calling thread a queue of compute of its own."""
 
     def make_arena(self) -> _C.HostArena:
         return _C.HostArena()
 
-    def expect_room(self, budget: int, block: str, block_bytes: int) -> None:  # noqa: B027 - most places have none
+    def expect_room(self, budget: int, block: str, block_bytes: int) -> None:
         """Checks that a run may begin on the device. It changes nothing.
 
         Args:
@@ -93,6 +139,9 @@ class Place(ABC):
             InvalidDevice: torch allocates there in a way that takes no budget.
             StateError: A CUDA graph is being captured.
         """
+        if self.tenant is not None:
+            self.tenant.expect_budget(budget)
+        self._claim = budget
 
     def free_bytes(self) -> int:
         """The budget that ``"auto"`` stands for.
@@ -100,6 +149,9 @@ class Place(ABC):
         Raises:
             InvalidBudget: the device has no memory of its own.
         """
+        return self._free_bytes() if self.tenant is None else self.tenant.share()
+
+    def _free_bytes(self) -> int:
         raise InvalidBudget(
             "budget='auto' is the free memory of a GPU, and the simulated device has none of its own: give bytes as an "
             "int or a text such as '8GiB'"
@@ -123,8 +175,12 @@ class Place(ABC):
         """Moves the residents to the device before the first forward. :meth:`close` undoes it."""
         self._residents = Residents(model, self.device)
         self._residents.move_in()
+        if self.tenant is not None:
+            self.tenant.claims[id(self)] = self._claim
 
     def close(self) -> None:
+        if self.tenant is not None:
+            self.tenant.claims.pop(id(self), None)
         if self._residents is not None:
             self._residents.move_out()
             self._residents = None
@@ -164,6 +220,11 @@ class Place(ABC):
     def backward_ended(self) -> None:  # noqa: B027 - most places have nothing to do then
         """Called when a backward's window has closed."""
 
+    def step_ended(self, core: _C.PagedModel) -> None:
+        """Called when an optimizer step has ended."""
+        if self.tenant is not None:
+            self.tenant.step_ended(core)
+
     def peak_bytes(self) -> int | None:
         """Peak of the device's bytes; None if the run's ledger has it."""
         return None
@@ -180,7 +241,10 @@ class SimulatedPlace(Place):
         super().__init__(torch.device("cpu"))
         self._options = options
 
-    def make_backend(self) -> _C.DeviceBackend:
+    def alike(self) -> Place:
+        return SimulatedPlace(self._options)
+
+    def _make_backend(self) -> _C.DeviceBackend:
         options = self._options
         return _C.SimulatedDevice(
             to_device_bytes_per_second=options.to_device_bytes_per_second or 0.0,
@@ -212,12 +276,24 @@ class CudaPlace(Place):
         self._settled = False
         self._opened = False
 
-    def make_backend(self) -> _C.DeviceBackend:
+    def alike(self) -> Place:
+        return CudaPlace(self.device.index)
+
+    def shared(self, tenant: Tenant) -> Place:
+        place = super().shared(tenant)
+        place.__dict__["_backend"] = self._backend  # whose memory it tells
+        return place
+
+    def use_own_stream(self) -> None:
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))
+
+    def _make_backend(self) -> _C.DeviceBackend:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._backend = _cuda("make_cuda_backend")(self.device.index)
         return self._backend  # type: ignore[no-any-return]
 
     def expect_room(self, budget: int, block: str, block_bytes: int) -> None:
+        super().expect_room(budget, block, block_bytes)
         if torch.cuda.is_current_stream_capturing():
             raise StateError("an offload context is entered while a CUDA graph is being captured: enter it before")
         allocator = torch.cuda.memory.get_allocator_backend()
@@ -245,7 +321,7 @@ class CudaPlace(Place):
                 needed=needed,
             )
 
-    def free_bytes(self) -> int:
+    def _free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
         return int((free + torch.cuda.memory_reserved(self.device)) * _AUTO_SHARE)
 
@@ -299,7 +375,7 @@ def _cuda(name: str) -> Any:
     return getattr(_C, name)
 
 
-def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place:
+def choose(device: Place | PlaceMaker | SimulatedDevice | torch.device | str | None) -> Place:
     """The place for the argument of ``offload(device=...)``.
 
     Raises:
@@ -307,6 +383,8 @@ def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place
     """
     if isinstance(device, Place):
         return device
+    if isinstance(device, PlaceMaker):
+        return device.place()
     if isinstance(device, SimulatedDevice):
         return SimulatedPlace(device)
     if device is None:

@@ -81,8 +81,8 @@ class SiteCaller(Protocol):
 
 
 @dataclass(frozen=True)
-class _ThreadSettings:
-    """What a fiber takes over of the thread that made it.
+class ThreadSettings:
+    """What a thread takes over of the one that made it.
 
     Attributes:
         threads: For operators.
@@ -93,7 +93,7 @@ class _ThreadSettings:
     stream: torch.cuda.Stream | None
 
     @classmethod
-    def of_this_thread(cls) -> _ThreadSettings:
+    def of_this_thread(cls) -> ThreadSettings:
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(torch.get_num_threads(), torch.cuda.current_stream() if on_gpu else None)
 
@@ -138,7 +138,7 @@ class Fiber(Generic[Result]):
         self.result: Result | None = None
         self._work: Callable[[], Result] | None = work
         self._context = context
-        self._settings = _ThreadSettings.of_this_thread()
+        self._settings = ThreadSettings.of_this_thread()
         self._at_hand: frozenset[int] = frozenset()
         self._claim: dict[str, str] = {}
         self._permitted = False

@@ -40,10 +40,15 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class Surroundings:
-    """The process-wide switches and torch's random state, as they are now."""
+    """The process-wide switches and random states, as they are now.
 
-    def __init__(self, device: torch.device) -> None:
-        self._random = RandomState(device, host=False)
+    Args:
+        device: Device of the computation.
+        host: Whether Python's and numpy's random states are included, beside torch's.
+    """
+
+    def __init__(self, device: torch.device, *, host: bool = False) -> None:
+        self._random = RandomState(device, host=host)
         self._note_switches()
 
     def note(self) -> None:

@@ -1,0 +1,332 @@
+"""``hydra_ext.SharedDevice``: several runs on one device, which take turns at each block.
+
+The idea is Hydra's shard alternator parallelism (arXiv 2110.08633): while one run waits for its link, its update or its
+disk, another computes. So together they are limited by the sum of each resource's work, not by the sum of their times.
+
+Each run is a tenant: a function in a thread of its own. Exactly one tenant goes on at a time
+({repo}`csrc/base/device_turns.h`), and the random states and switches of the process are exchanged with it. So a run is
+alone with the process whenever its code runs, and has the numbers of the run alone.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hydra_ext import _C
+from hydra_ext.errors import InvalidArgument, InvalidBudget, StateError, TenantsFailed
+from hydra_ext.policy import SimulatedDevice, parse_bytes
+from hydra_ext.runtime.placement import devices
+from hydra_ext.runtime.rounds.fibers import ThreadSettings
+from hydra_ext.runtime.rounds.isolation import Surroundings
+
+_SECONDS_TO_A_SIGNAL = 0.2  # Python delivers signals between two waits of the main thread
+
+
+@dataclass(frozen=True)
+class TenantFigures:
+    """What one run did while devices were shared. Times are seconds.
+
+    Attributes:
+        compute_seconds: Time in which it had the turn.
+        to_device_seconds, to_host_seconds: Time in which its bytes moved.
+        update_seconds: Working time of its deferred updates, as of its last step.
+        steps: Optimizer steps.
+    """
+
+    compute_seconds: float
+    to_device_seconds: float
+    to_host_seconds: float
+    update_seconds: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class SharedReport:
+    """What a shared device did during :meth:`SharedDevice.run`. Times are seconds.
+
+    Attributes:
+        seconds: Duration, up to now if it has not ended.
+        tenants: Figures of each run, in the order of the functions.
+        switches: How often another run went on than the one before.
+        bound: Joint bound: the largest sum, over all runs, of the time of one resource. No order of their work is
+            faster. Compute counts the code of the runs between two waits.
+        share: ``bound / seconds``.
+    """
+
+    seconds: float
+    tenants: tuple[TenantFigures, ...]
+    switches: int
+
+    @property
+    def bound(self) -> float:
+        return max(self._sums().values())
+
+    @property
+    def share(self) -> float:
+        return self.bound / self.seconds if self.seconds > 0 else 0.0
+
+    def _sums(self) -> dict[str, float]:
+        return {
+            "compute": sum(each.compute_seconds for each in self.tenants),
+            "host to device": sum(each.to_device_seconds for each in self.tenants),
+            "device to host": sum(each.to_host_seconds for each in self.tenants),
+            "optimizer": sum(each.update_seconds for each in self.tenants),
+        }
+
+    def __str__(self) -> str:
+        sums = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self._sums().items())
+        return (
+            f"{len(self.tenants)} runs in {self.seconds:.3f} s, {self.share:.1%} of the joint bound "
+            f"({self.bound:.3f} s): {sums}; {self.switches} switches"
+        )
+
+
+class SharedDevice(devices.PlaceMaker):
+    """One device for several runs at the grain of a block: one budget, one pair of lanes, one pool of optimizer threads.
+
+    Each function of :meth:`run` trains or evaluates its own model with ``hydra_ext.offload(..., device=this)``. Only one
+    of them goes on at a time. Another one does while it waits for weights, gradients, an update or the disk, and when
+    it arrives at a block. Numbers are those of each function alone, with the random state that the process has when
+    :meth:`run` is called. Random generators of torch, Python and numpy are exchanged with the turns.
+
+    A function must not wait for another one, as by a lock that both take: the turn passes on only in waits of
+    hydra_ext. An optimizer of torch's own updates on the host within the turn; those of :mod:`hydra_ext.optim` update
+    behind the next forward, while others compute. On a GPU each run has a stream of its own, and kernels of one run
+    while copies of another; the turn orders only what the host enqueues.
+
+    Args:
+        device: As for :class:`hydra_ext.offload`.
+        budget: Device bytes of all runs together: an int, or a text such as ``"8GiB"``; ``"auto"`` on a GPU. A run with
+            ``budget="auto"`` gets an equal share of it.
+
+    Raises:
+        InvalidBudget: The budget is not a size.
+        InvalidDevice: The device does not exist, or this build cannot use it.
+    """
+
+    def __init__(
+        self,
+        device: SimulatedDevice | devices.Place | torch.device | str | None = None,
+        *,
+        budget: int | str,
+    ) -> None:
+        self._whole = devices.choose(device)
+        self._budget = self._whole.free_bytes() if budget == "auto" else parse_bytes(budget)
+        self._sharing: _Sharing | None = None
+
+    @property
+    def budget(self) -> int:
+        """Device bytes of all runs together."""
+        return self._budget
+
+    def run(self, *functions: Callable[[], Any]) -> list[Any]:
+        """Calls the functions, each in a thread of its own, and returns their results when all have ended.
+
+        Of the runs that could go on, the one that has computed the least does: it is bound by its link, and the others
+        fill its waits. A run stays while the others are behind by less than two milliseconds.
+
+        Args:
+            functions: Each makes its contexts itself, and takes no argument. An error in one does not stop the others.
+
+        Raises:
+            InvalidArgument: There is no function, or one cannot be called.
+            StateError: The device runs functions already.
+            TenantsFailed: Several functions have raised. The error of a single one is raised itself.
+        """
+        if not functions or not all(callable(function) for function in functions):
+            raise InvalidArgument("SharedDevice.run: give at least one function, and functions only")
+        if self._sharing is not None and not self._sharing.ended:
+            raise StateError("SharedDevice.run: this device runs functions already; make another one, or wait")
+        self._sharing = sharing = _Sharing(self._whole, self._budget, functions)
+        return sharing.run()
+
+    def report(self) -> SharedReport:
+        """Figures of the present or last :meth:`run`.
+
+        Raises:
+            StateError: There was none.
+        """
+        if self._sharing is None:
+            raise StateError("SharedDevice.report: nothing has run on this device yet")
+        return self._sharing.report()
+
+    def place(self) -> devices.Place:
+        tenant = _own.tenant
+        if tenant is None or tenant.sharing is not self._sharing:
+            raise StateError(
+                "this device is shared: enter its contexts inside the functions that are given to SharedDevice.run()"
+            )
+        return tenant.place()
+
+
+class _Tenant:
+    """One function, its thread and its place on the device.
+
+    Attributes:
+        number: As the core counts tenants.
+        result: Return value of the function.
+        error: What it has raised, or None.
+    """
+
+    def __init__(self, sharing: _Sharing, function: Callable[[], Any]) -> None:
+        self.sharing = sharing
+        self.number: int = sharing.turns.admit()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.claims: dict[int, int] = {}  # bytes, by the identity of a place
+        self._function: Callable[[], Any] | None = function
+        self._done = 0
+        self._updates: dict[int, float] = {}  # seconds, by the identity of a core
+        self._backends: list[_C.DeviceBackend] = []
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(target=context.run, args=(self._main,), name=f"tenant-{self.number}")
+
+    def _main(self) -> None:
+        try:
+            self.sharing.turns.enter(self.number)
+            try:
+                _own.tenant = self
+                self.sharing.settings.apply()
+                self.sharing.whole.use_own_stream()
+                if self._function is not None:
+                    self.result = self._function()
+            finally:
+                _own.tenant = None
+                self._function = None
+                self.sharing.turns.leave()
+        except BaseException as error:  # noqa: BLE001 - raised by _Sharing.run()
+            self.error = error
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in the function, as soon as its thread runs Python."""
+        if self.thread.is_alive():
+            ident = ctypes.c_ulong(self.thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+
+    # ---- its runs ---------------------------------------------------------------------------------------------------
+
+    def place(self) -> devices.Place:
+        return self.sharing.whole.shared(self)
+
+    def share(self) -> int:
+        return self.sharing.budget // len(self.sharing.tenants)
+
+    def make_backend(self) -> _C.DeviceBackend:
+        backend = _C.SharedBackend(self.sharing.backend)
+        self._backends.append(backend)
+        return backend
+
+    def expect_budget(self, budget: int) -> None:
+        given = sum(sum(each.claims.values()) for each in self.sharing.tenants)
+        if given + budget > self.sharing.budget:
+            raise InvalidBudget(
+                f"budget={budget}, but the runs on this device share {self.sharing.budget} bytes, of which "
+                f"{given} are given to others: give at most {self.sharing.budget - given} bytes, or 'auto' to all"
+            )
+
+    def step_ended(self, core: _C.PagedModel) -> None:
+        self._done += 1
+        self._updates[id(core)] = core.update.seconds
+
+    def figures(self) -> TenantFigures:
+        return TenantFigures(
+            compute_seconds=self.sharing.turns.computed(self.number),
+            to_device_seconds=sum(each.to_device_statistics.busy_seconds for each in self._backends),
+            to_host_seconds=sum(each.to_host_statistics.busy_seconds for each in self._backends),
+            update_seconds=sum(self._updates.values()),
+            steps=self._done,
+        )
+
+
+class _OfThread(threading.local):
+    tenant: _Tenant | None = None
+
+
+_own = _OfThread()
+
+
+class _Sharing:
+    """One call of :meth:`SharedDevice.run`."""
+
+    def __init__(
+        self,
+        whole: devices.Place,
+        budget: int,
+        functions: Sequence[Callable[[], Any]],
+    ) -> None:
+        self.whole = whole
+        self.budget = budget
+        self.backend = whole.make_backend()
+        self.settings = ThreadSettings.of_this_thread()
+        self._states = _ProcessStates(whole.device)
+        self.turns = _C.DeviceTurns(self._states.exchange)
+        self.tenants = [_Tenant(self, function) for function in functions]
+        self.ended = False
+        self._began = time.monotonic()
+        self._seconds = 0.0
+
+    def run(self) -> list[Any]:
+        self._began = time.monotonic()
+        try:
+            for tenant in self.tenants:
+                tenant.thread.start()
+            self._wait()
+        finally:
+            self._seconds = time.monotonic() - self._began
+            self.ended = True
+            self._states.restore()
+        failed = {number: tenant.error for number, tenant in enumerate(self.tenants) if tenant.error is not None}
+        if len(failed) == 1:
+            raise next(iter(failed.values()))
+        if failed:
+            raise TenantsFailed(failed) from next(iter(failed.values()))
+        return [tenant.result for tenant in self.tenants]
+
+    def _wait(self) -> None:
+        interrupt: BaseException | None = None
+        while any(tenant.thread.is_alive() for tenant in self.tenants):
+            try:
+                for tenant in self.tenants:
+                    if tenant.thread.ident is not None:
+                        tenant.thread.join(_SECONDS_TO_A_SIGNAL)
+            except BaseException as error:  # noqa: BLE001 - raised below, once all have ended
+                interrupt = error
+                for tenant in self.tenants:
+                    tenant.interrupt()
+        if interrupt is not None:
+            raise interrupt
+
+    def report(self) -> SharedReport:
+        return SharedReport(
+            seconds=self._seconds if self.ended else time.monotonic() - self._began,
+            tenants=tuple(tenant.figures() for tenant in self.tenants),
+            switches=self.turns.switches,
+        )
+
+
+class _ProcessStates:
+    """Random states and switches of the process, as each tenant left them. The core calls :meth:`exchange`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first = Surroundings(device, host=True)
+        self._of: dict[int, Surroundings] = {}
+
+    def exchange(self, before: int | None, present: int) -> None:
+        if before is not None:
+            if before not in self._of:
+                self._of[before] = Surroundings(self._device, host=True)
+            else:
+                self._of[before].note()
+        self._of.get(present, self._first).restore()
+
+    def restore(self) -> None:
+        self._first.restore()
