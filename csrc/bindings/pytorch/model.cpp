@@ -43,6 +43,10 @@ void bind_model(py::module_& module) {
                              "Bytes that the device has given to slots and has not got back.");
   py::class_<ModelBlocks>(module, "ModelBlocks", "The blocks, and both faces of their parameters.")
       .def("faces", &ModelBlocks::faces)
+      .def(
+          "trained", [](const ModelBlocks& blocks) { return py::bytes(blocks.trained()); },
+          "Whether each face requires a gradient: b'1' or b'0'.")
+      .def("set_trained", &ModelBlocks::set_trained, py::arg("trained"))
       .def("overlapping", &ModelBlocks::overlapping, gil_released, py::arg("others"),
            "Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.")
       .def_property_readonly("foreign_bytes", &ModelBlocks::foreign_bytes);

@@ -60,6 +60,23 @@ std::vector<at::Tensor> ModelBlocks::faces() const {
   return faces;
 }
 
+std::string ModelBlocks::trained() const {
+  std::string trained(parameters_.size(), '0');
+  std::ranges::transform(parameters_, trained.begin(),
+                         [](const auto& each) { return each->face.requires_grad() ? '1' : '0'; });
+  return trained;
+}
+
+void ModelBlocks::set_trained(const std::string& trained) {
+  HYDRA_EXPECT(trained.size() == parameters_.size(), StateError, "there is a flag for each parameter");
+  for (std::size_t i = 0; i < trained.size(); ++i) {
+    at::Tensor& face = parameters_[i]->face;
+    if (face.requires_grad() != (trained[i] == '1')) {
+      face.set_requires_grad(trained[i] == '1');
+    }
+  }
+}
+
 Bytes ModelBlocks::foreign_bytes() const noexcept {
   Bytes bytes = 0;
   for (const BlockBacking* backing : backings_) {

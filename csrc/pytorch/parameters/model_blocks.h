@@ -40,6 +40,10 @@ class ModelBlocks {
   BlockBacking& backing(std::int32_t block) const { return *backings_[static_cast<std::size_t>(block)]; }
   const std::string& name(std::int32_t block) const { return names_[static_cast<std::size_t>(block)]; }
   std::vector<at::Tensor> faces() const;
+  /// Whether each face requires a gradient, in the order of parameters(): '1' or '0'.
+  std::string trained() const;
+  /// Sets what trained() returns. Hosts follow when the window closes.
+  void set_trained(const std::string& trained);
   /// The bytes of parameters that could not be moved into the arena.
   Bytes foreign_bytes() const noexcept;
   /// The groups of blocks whose parameters overlap in memory. Their updates have to run in the optimizer's order.

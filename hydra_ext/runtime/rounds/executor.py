@@ -107,7 +107,7 @@ class Round(Generic[Result]):
         self._known = known
         self._last_piece = last_piece
         self._order = Order(owner.layout.sites, known.watched if len(works) > 1 else ())
-        self._turns = Turns(owner.device, owner.model, self._order, seeds, known.generators)
+        self._turns = Turns(owner.core, owner.device, owner.model, self._order, seeds, known.generators)
         self._context = _C.ThreadContext()
         self._fibers = [
             Fiber(index, owner, self._context, self._turns.attributes, work, recomputation)
@@ -148,7 +148,8 @@ class Round(Generic[Result]):
         known.watched += found
         self.found_more = bool(found)
         unnoted = known.accesses.learn(self._turns.attributes.keys().union(*changed))
-        conflict = "" if alone else self._order.conflict or self._turns.attributes.conflict()
+        turns = self._turns
+        conflict = "" if alone else self._order.conflict or turns.attributes.conflict() or turns.trained.conflict()
         again = not alone and not conflict and (unnoted or bool(found))
         if conflict or again:
             self._turns.attributes.undo()
@@ -194,6 +195,7 @@ class Round(Generic[Result]):
                 for fiber in fibers:
                     fiber.start()
                 stays = self._pass_sites(fibers, kind, repetition=repetition)
+                self._turns.trained.finish()
                 self._owner.core.rounds.stay_in([], kind)
             for fiber in fibers:
                 fiber.join()
@@ -309,6 +311,7 @@ class Round(Generic[Result]):
                     self._graphs.run(fiber.index, turn)
                 core.rounds.drop_copies()
                 turn += 1
+        self._turns.trained.finish()
         if averaging is not None:
             averaging.complete()
         core.rounds.stay_in([], _C.PassKind.BACKWARD)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_ext import _C
 from hydra_ext.activations.call_state import is_repeating
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.rounds.order import Order
@@ -207,6 +208,48 @@ def _set(key: Key, value: Any) -> None:
         module.__dict__.pop(name, None)
     else:
         module.__dict__[name] = value
+
+
+class TrainedParameters:
+    """Which of the model's parameters each microbatch of one round trains.
+
+    A forward may set ``requires_grad``, as one that chooses an adapter does. Each turn, also of the backward, sees what
+    its microbatch has set. A microbatch begins with what the one before it has set.
+
+    Args:
+        blocks: The model's blocks.
+        alone: Whether the round has a single microbatch, so that nothing is swapped.
+    """
+
+    def __init__(self, blocks: _C.ModelBlocks, *, alone: bool) -> None:
+        self._blocks = blocks
+        self._alone = alone
+        self._began: dict[int, bytes] = {}
+        self._own: dict[int, bytes] = {}
+
+    def begin_turn(self, index: int) -> None:
+        if self._alone:
+            return
+        if index not in self._own:
+            before = self._own[index - 1] if index else self._blocks.trained()
+            self._began[index] = self._own[index] = before
+        self._blocks.set_trained(self._own[index])
+
+    def end_turn(self, index: int, *, keep: bool) -> None:
+        """``keep``: whether what the turn has set is kept."""
+        if keep and not self._alone:
+            self._own[index] = self._blocks.trained()
+
+    def finish(self) -> None:
+        """Sets what a loop would leave. Called before the window closes."""
+        if self._own:
+            self._blocks.set_trained(self._own[max(self._own)])
+
+    def conflict(self) -> str:
+        """The reason, after the forward, why the round cannot act as a loop; empty if there is none."""
+        if any(began != self._own[index - 1] for index, began in self._began.items() if index):
+            return "a microbatch sets requires_grad of parameters after a later one has begun"
+        return ""
 
 
 # ---- replaced functions ---------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hydra_ext import _C
 from hydra_ext.runtime.rounds.draws import DrawOrder
-from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings
+from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, TrainedParameters
 from hydra_ext.runtime.rounds.order import Order
 
 
@@ -18,6 +19,7 @@ class Turns:
 
     Args:
         device: Device of the run.
+        core: Core of the run.
         model: Model whose attributes are swapped.
         order: Order of reads and writes of state that modules hold.
         seeds: Seed of each microbatch's first random state.
@@ -26,11 +28,19 @@ class Turns:
     Attributes:
         attributes: Attributes that microbatches set on modules.
         draws: Draws from the shared generators.
+        trained: Parameters that microbatches train.
     """
 
     def __init__(
-        self, device: torch.device, model: nn.Module, order: Order, seeds: Sequence[int], generators: Iterable[object]
+        self,
+        core: _C.PagedModel,
+        device: torch.device,
+        model: nn.Module,
+        order: Order,
+        seeds: Sequence[int],
+        generators: Iterable[object],
     ) -> None:
+        self.trained = TrainedParameters(core.blocks, alone=len(seeds) == 1)
         self.attributes = Attributes(model, order, alone=len(seeds) == 1)
         self._device = device
         self._caller = Surroundings(device)
@@ -51,10 +61,12 @@ class Turns:
         own = self._own[index]
         own.restore()
         self.attributes.begin_turn(index, backward=backward)
+        self.trained.begin_turn(index)
         try:
             yield
         finally:
             self.attributes.end_turn(index, keep=keep)
+            self.trained.end_turn(index, keep=keep)
             self.draws.end_turn(index)
             own.note()
 
