@@ -119,6 +119,9 @@ class Driver(Desk):
             for name, job in self._past.jobs.items():
                 for step, loss in sorted(job.track.losses.items()):
                     self._guide.stops(name, step, loss)
+            for name, result in history.results(self._past).items():
+                if not self._past.jobs[name].is_open:
+                    self._guide.ended(result)
 
     def _restart(self, name: str) -> Iterator[Change]:
         job = history.load(self._folder).jobs.get(name)

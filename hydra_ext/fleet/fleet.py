@@ -21,7 +21,7 @@ from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.driver import Driver
 from hydra_ext.fleet.guides import Guide
 from hydra_ext.fleet.job import Job
-from hydra_ext.fleet.journal import Journal, read_only
+from hydra_ext.fleet.journal import VERSION, Journal, read_only
 from hydra_ext.fleet.reporting import page, status
 from hydra_ext.fleet.reporting.status import FleetStatus
 from hydra_ext.fleet.results import Results
@@ -108,6 +108,7 @@ class Fleet:
                 )
             journal.write(
                 "fleet",
+                version=VERSION,
                 jobs=described,
                 devices=[device.describe() for device in devices],
                 techniques=chosen,
@@ -126,7 +127,7 @@ class Fleet:
             trackers: As for :meth:`run`.
 
         Raises:
-            JournalError: There is no fleet in the folder, or its journal is damaged.
+            JournalError: There is no fleet in the folder, or its journal is damaged, or of another version.
             FleetInUse: Another process runs it.
             InvalidJob, JobDoesNotFit: As :meth:`run` raises them, if nothing has run. The folder has no fleet then.
             InvalidArgument: Other devices or another budget were given than the fleet has.
@@ -145,6 +146,13 @@ class Fleet:
         with _journal(self.folder) as journal:
             if not journal.entries or journal.entries[0]["event"] != "fleet":
                 raise JournalError(f"{journal.path} does not begin with a fleet", file=journal.path)
+            if journal.entries[0].get("version") != VERSION:
+                raise JournalError(
+                    f"{journal.path} is of version {journal.entries[0].get('version')}, and this is version {VERSION}: "
+                    "go on with the hydra_ext that wrote it, or start a new fleet; hydra_ext.load_model reads the "
+                    "checkpoints of the jobs",
+                    file=journal.path,
+                )
             devices = [Device.of(each) for each in journal.entries[0]["devices"]]
             if (self._devices is not None or self._budget != "auto") and self._chosen() != devices:
                 raise InvalidArgument(

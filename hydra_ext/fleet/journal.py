@@ -18,6 +18,7 @@ from typing import Any
 from hydra_ext.errors import FleetInUse, JournalError
 
 NAME = "journal.jsonl"
+VERSION = 1  # of the entries
 
 
 class Journal:

@@ -138,3 +138,28 @@ def test_a_request_that_cannot_be_read_is_set_apart(tmp_path: Path, caplog: pyte
         assert [request.name for request in control.requests(tmp_path)] == ["a"]
     assert len(list((tmp_path / "requests").glob("*.damaged"))) == 3
     assert not control.is_asked(tmp_path)
+
+
+class Listener(Guide):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.ends: list[tuple[str, Outcome]] = []
+
+    def stops(self, job: str, step: int, loss: float) -> bool:
+        self.heard.append((job, step))
+        return False
+
+    def ended(self, result: JobResult) -> None:
+        self.ends.append((result.name, result.outcome))
+
+
+def test_a_guide_of_a_fleet_that_goes_on_hears_all_that_has_happened(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, devices=1, budget="1MiB")
+    fleet.run([trainings.job("a", steps=2)], techniques=["plain"])
+    fleet.add(trainings.job("b", steps=1))
+    listener = Listener()
+    fleet.resume(guide=listener)
+    assert listener.heard == [("a", 1), ("a", 2), ("b", 1)]
+    assert listener.ends == [("a", Outcome.DONE), ("b", Outcome.DONE)]

@@ -178,6 +178,8 @@ def test_a_folder_has_one_fleet(tmp_path: Path) -> None:
     journal.close()
     with pytest.raises(InvalidArgument, match="has a fleet already: call resume"):
         Fleet(tmp_path, devices=1, budget=BUDGET).run([trainings.job("a")])
+    with pytest.raises(JournalError, match="is of version None, and this is version 1"):
+        Fleet(tmp_path).resume()
 
 
 def test_a_gang_that_is_stopped_at_once_saves_and_ends(tmp_path: Path) -> None:

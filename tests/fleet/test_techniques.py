@@ -74,3 +74,23 @@ def test_a_technique_that_is_not_what_it_says_is_refused(tmp_path: Path) -> None
         Fleet(tmp_path, devices=1, budget=BUDGET).run(
             [trainings.job("a", steps=4, schedule=None)], techniques=["support.fleet.own_technique:Faster"]
         )
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("technique", ["offload", "plain", "pipeline"])
+def test_a_job_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(technique: str, tmp_path: Path) -> None:
+    for steps in (3, 6):
+        job = trainings.job("a", optimizer=OURS, steps=steps)
+        folder = tmp_path / str(steps)
+        if steps > 3:
+            (folder / "a").mkdir(parents=True)
+            (tmp_path / "3" / "a" / "ckpt").rename(folder / "a" / "ckpt")
+            newest = max((folder / "a" / "ckpt").glob("step-*"), key=lambda each: each.name)
+            largest = max(newest.rglob("*.safetensors"), key=lambda each: each.stat().st_size)
+            damaged = bytearray(largest.read_bytes())
+            damaged[-1] ^= 1
+            largest.write_bytes(damaged)
+        results = Fleet(folder, devices=2, budget=BUDGET).run([job], techniques=[technique], interval=1e-3)
+        assert not results["a"].failures
+    assert set(results["a"].losses) == {3, 4, 5, 6}
+    assert_as_alone(results, [job], first=3)

@@ -96,7 +96,7 @@ class OffloadSession(Session):
         self._run.save(folder, extra=extra, schedule=self._schedule)
 
     def load(self, folder: Path) -> tuple[int, Any] | None:
-        found = self._run.load(folder, schedule=self._schedule)
+        found = self._run.load(folder, schedule=self._schedule, strict=False)
         return None if found is None else (found.step, found.extra)
 
 

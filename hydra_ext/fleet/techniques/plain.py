@@ -109,7 +109,7 @@ class PlainSession(Session):
         saving.save(folder, contents, keep=2, files=Files())
 
     def load(self, folder: Path) -> tuple[int, Any] | None:
-        with choosing.newest(folder, Files(), lambda reader: reader.hold(manifest.SECTIONS)) as reader:
+        with choosing.newest(folder, Files(), lambda it: it.hold(manifest.SECTIONS), strict=False) as reader:
             if reader is None:
                 return None
             snapshot.Return(self._training(), reader).put()

@@ -112,7 +112,7 @@ class StagedSession(Session):
         self._pipe.save(folder, extra=extra, schedule=self._helpers())
 
     def load(self, folder: Path) -> tuple[int, Any] | None:
-        found = self._pipe.load(folder, schedule=self._helpers())
+        found = self._pipe.load(folder, schedule=self._helpers(), strict=False)
         return None if found is None else (found.step, found.extra)
 
     @property
