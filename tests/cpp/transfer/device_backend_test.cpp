@@ -1,4 +1,4 @@
-// The contract suite of device backends, over both modes of the simulated device.
+// The contract suite of device backends, over both modes of the simulated device, and over a run's view of it.
 #include "csrc/transfer/device_backend.h"
 
 #include <future>
@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "csrc/base/errors.h"
+#include "csrc/transfer/shared_backend.h"
 #include "csrc/transfer/simulated_device.h"
 #include "csrc/transfer/worker_lane.h"
 #include "tests/cpp/transfer/device_contract.h"
@@ -190,6 +191,11 @@ BackendCase simulated(std::string name, SimulatedDeviceOptions options) {
   return {.name = std::move(name), .make = [options] { return std::make_unique<SimulatedDevice>(options); }};
 }
 
+BackendCase shared(std::string name, SimulatedDeviceOptions options) {
+  return {.name = std::move(name),
+          .make = [options] { return std::make_unique<SharedBackend>(std::make_shared<SimulatedDevice>(options)); }};
+}
+
 std::string case_name(const ::testing::TestParamInfo<BackendCase>& info) { return info.param.name; }
 
 INSTANTIATE_TEST_SUITE_P(Simulated, DeviceContract,
@@ -197,7 +203,9 @@ INSTANTIATE_TEST_SUITE_P(Simulated, DeviceContract,
                                            simulated("slow_link", {.to_device_bytes_per_second = 2e9,
                                                                    .to_host_bytes_per_second = 1e9,
                                                                    .latency_seconds = 1e-5}),
-                                           simulated("asynchronous", {.asynchronous = true, .seed = 7})),
+                                           simulated("asynchronous", {.asynchronous = true, .seed = 7}),
+                                           shared("shared_plain", {}),
+                                           shared("shared_asynchronous", {.asynchronous = true, .seed = 8})),
                          case_name);
 
 }  // namespace

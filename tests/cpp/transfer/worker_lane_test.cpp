@@ -296,6 +296,120 @@ TEST(WorkerLane, DrainWaitsForAllSubmittedBeforeThoughLaterOnesOvertake) {
   stop = true;
 }
 
+// ---- several runs, each with a log of its own -------------------------------------------------
+
+Job job_in(ActivityLog& run, std::uintptr_t number, Bytes bytes = 8, Priority priority = Priority::kPrefetch) {
+  Job job = job_of(number, bytes, priority);
+  job.log = &run;
+  return job;
+}
+
+TEST(WorkerLane, ServesARunBeforeTheBacklogOfAnotherAndEachInItsOrder) {
+  ActivityLog one;
+  ActivityLog other;
+  std::vector<std::uintptr_t> order;
+  Gate gate;
+  ScriptedLane lane([&](const Segment& piece) { order.push_back(number_of(piece)); });
+  Job first = job_in(one, 1);
+  first.before = [&] { gate.wait(); };
+  lane.submit(std::move(first));
+  for (const std::uintptr_t number : {2U, 3U, 4U}) {
+    lane.submit(job_in(one, number));
+  }
+  for (const std::uintptr_t number : {11U, 12U}) {
+    lane.submit(job_in(other, number));
+  }
+  gate.open();
+  lane.drain();
+  EXPECT_EQ(order, (std::vector<std::uintptr_t>{1, 11, 2, 12, 3, 4}));
+}
+
+TEST(WorkerLane, CountsPiecesOfARunAndNotItsJobs) {
+  ActivityLog one;
+  ActivityLog other;
+  std::vector<std::uintptr_t> order;
+  Gate gate;
+  ScriptedLane lane([&](const Segment& piece) { order.push_back(number_of(piece)); });
+  Job first = job_in(one, 1, 3 * kWorkerPiece);
+  first.before = [&] { gate.wait(); };
+  lane.submit(std::move(first));
+  for (const std::uintptr_t number : {11U, 12U, 13U}) {
+    lane.submit(job_in(other, number));
+  }
+  gate.open();
+  lane.drain();
+  EXPECT_EQ(order, (std::vector<std::uintptr_t>{1, 11, 1, 12, 1, 13}));
+}
+
+TEST(WorkerLane, OwesARunNothingForTheTimeInWhichItHadNoJobs) {
+  ActivityLog one;
+  ActivityLog other;
+  std::vector<std::uintptr_t> order;
+  ScriptedLane* self = nullptr;
+  Gate ready;
+  ScriptedLane lane([&](const Segment& piece) {
+    ready.wait();
+    order.push_back(number_of(piece));
+    if (order.size() == 4) {
+      self->submit(job_in(other, 11));
+      self->submit(job_in(other, 12));
+    }
+  });
+  self = &lane;
+  for (std::uintptr_t number = 1; number <= 6; ++number) {
+    lane.submit(job_in(one, number));
+  }
+  ready.open();
+  lane.drain();
+  lane.drain();  // the others' jobs, too
+  EXPECT_EQ(order, (std::vector<std::uintptr_t>{1, 2, 3, 4, 11, 5, 12, 6}));
+}
+
+TEST(WorkerLane, ServesTheMostUrgentClassFirstOfWhicheverRun) {
+  ActivityLog one;
+  ActivityLog other;
+  std::vector<std::uintptr_t> order;
+  ScriptedLane* self = nullptr;
+  Gate ready;
+  ScriptedLane lane([&](const Segment& piece) {
+    ready.wait();
+    order.push_back(number_of(piece));
+    if (order.size() == 2) {
+      self->submit(job_in(other, 11));
+      self->submit(job_in(one, 2, 8, Priority::kFault));
+    }
+  });
+  self = &lane;
+  const TicketPtr big = lane.submit(job_in(one, 1, 3 * kWorkerPiece));
+  ready.open();
+  big->wait();
+  lane.drain();
+  EXPECT_EQ(order, (std::vector<std::uintptr_t>{1, 1, 2, 11, 1}));
+}
+
+TEST(WorkerLane, DrainWaitsForTheJobsOfEveryRun) {
+  ScriptedLane lane;
+  ActivityLog one;
+  ActivityLog other;
+  ActivityLog busy;
+  std::atomic<bool> stop{false};
+  std::jthread others([&] {
+    while (!stop) {
+      lane.submit(job_in(busy, 9, 8, Priority::kFault))->wait();
+    }
+  });
+  for (int i = 0; i < 300; ++i) {
+    const std::vector<TicketPtr> tickets = {lane.submit(job_in(one, 1, 6 * kWorkerPiece)),
+                                            lane.submit(job_in(other, 2, 8, Priority::kGradient)),
+                                            lane.submit(job_of(3, 8))};
+    lane.drain();
+    for (const TicketPtr& ticket : tickets) {
+      EXPECT_TRUE(ticket->finished());
+    }
+  }
+  stop = true;
+}
+
 TEST(WorkerLane, DrainOfAnIdleLaneReturns) {
   ScriptedLane lane;
   lane.drain();
