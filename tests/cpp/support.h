@@ -1,16 +1,22 @@
 // Shared helpers of C++ tests: a gate between threads, byte patterns, a fence that the test opens.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "csrc/base/device_turns.h"
 #include "csrc/base/types.h"
 #include "csrc/transfer/lane.h"
 
@@ -43,6 +49,29 @@ class Gate {
   std::condition_variable changed_;
   bool open_ = false;
 };
+
+/// Expects that a tenant that makes this wait lets another one go on meanwhile. `release` ends the wait.
+inline void expect_pause(const std::function<void()>& wait, const std::function<void()>& release) {
+  DeviceTurns turns([](std::optional<DeviceTurns::Tenant>, DeviceTurns::Tenant) {});
+  const DeviceTurns::Tenant one = turns.admit();
+  const DeviceTurns::Tenant other = turns.admit();
+  Gate has_turn;
+  Gate goes_on;
+  std::jthread waiting([&] {
+    turns.enter(one);
+    has_turn.open();
+    wait();
+    turns.leave();
+  });
+  has_turn.wait();
+  std::jthread going_on([&] {
+    turns.enter(other);
+    goes_on.open();
+    turns.leave();
+  });
+  EXPECT_TRUE(goes_on.opens());
+  release();
+}
 
 class ManualFence final : public Fence {
  public:

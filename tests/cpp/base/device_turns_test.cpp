@@ -52,6 +52,7 @@ void compute(const DeviceTurns& turns, Tenant tenant, double seconds) {
 }
 
 constexpr double kBehind = 5 * DeviceTurns::kAffinity;
+constexpr double kPatience = 20.0;  // seconds, long enough for any test
 
 /// Tenants of which each does its work once all have arrived. Those that have no turn then wait in an offer, so it is
 /// known who waits.
@@ -73,6 +74,10 @@ class Crew {
         ++arrived_;
         while (arrived_ < tenants_.size()) {
           DeviceTurns::offer();
+          if (turns_->computed(tenant) > kPatience) {
+            ADD_FAILURE() << "tenant " << tenant << " offered its turn, and it was not taken";
+            const Pause pause;
+          }
         }
         work(tenant);
         turns_->leave();

@@ -8,6 +8,7 @@
 
 #include "csrc/base/errors.h"
 #include "tests/cpp/optim/support.h"
+#include "tests/cpp/support.h"
 
 namespace hydra {
 namespace {
@@ -230,6 +231,33 @@ std::vector<DeferredUpdate::Part> lent(Blocks& blocks, std::vector<std::string>&
     part.plan = StepPlan();
   }
   return parts;
+}
+
+/// Lends once the test lets it.
+class HeldLender final : public Lender {
+ public:
+  HeldLender(StepPlan plan, test::Gate& gate) : plan_(std::move(plan)), gate_(gate) {}
+  void expect() noexcept override {}
+  StepPlan borrow() override {
+    gate_.wait();
+    return plan_;
+  }
+  void give_back() override {}
+
+ private:
+  StepPlan plan_;
+  test::Gate& gate_;
+};
+
+TEST(DeferredUpdate, WaitsLetAnotherRunGoOn) {
+  for (const bool all : {false, true}) {
+    Blocks blocks(1);
+    test::Gate gate;
+    std::vector<DeferredUpdate::Part> parts = blocks.parts({0});
+    parts.front().lender = std::make_unique<HeldLender>(std::exchange(parts.front().plan, StepPlan()), gate);
+    DeferredUpdate update(std::move(parts), pool(1), 1.0F);
+    test::expect_pause([&] { all ? update.wait_all() : update.wait(0); }, [&] { gate.open(); });
+  }
 }
 
 TEST(DeferredUpdate, BorrowsWhatItNeedsAndTellsWhatComesNext) {

@@ -78,6 +78,18 @@ class GatedFiles final : public FileOperations {
   std::atomic<std::size_t> reads_{0};
 };
 
+TEST(DiskLane, DrainLetsAnotherRunGoOn) {
+  const Folder folder;
+  GatedFiles files;
+  SpillFile file(folder.path(), files);
+  const Buffer bytes(kDiskAlignment, 1);
+  const std::int32_t extent = file.reserve(kDiskAlignment);
+  DiskLane lane(file, /*threads=*/1);
+  files.holds_back = true;
+  lane.submit(job(DiskDirection::kWrite, extent, bytes));
+  test::expect_pause([&] { lane.drain(); }, [&] { files.gate.open(); });
+}
+
 TEST(DiskLane, MovesWholeExtentsBothWays) {
   const Folder folder;
   SpillFile file(folder.path());

@@ -191,6 +191,14 @@ TEST(AsynchronousMode, FencesAreReachedOnlyBehindTheKernelsBeforeThem) {
   EXPECT_TRUE(behind->reached());
 }
 
+TEST(AsynchronousMode, AWaitForAFenceLetsAnotherRunGoOn) {
+  HeldDevice device;
+  Buffer bytes = random_bytes(100, 1);
+  device->note_read(bytes.data(), 100);
+  const FencePtr behind = device->record();
+  test::expect_pause([&] { behind->wait(); }, [&] { device.let_compute_go(); });
+}
+
 TEST(AsynchronousMode, FencesMayOutliveTheDevice) {
   FencePtr fence;
   {

@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "tests/cpp/support.h"
+
 namespace hydra {
 namespace {
 
@@ -76,6 +78,12 @@ TEST(Ticket, WakesEveryWaiter) {
   ticket.complete(0.0);
   waiters.clear();
   EXPECT_EQ(woken.load(), 4);
+}
+
+TEST(Ticket, WaitsLetAnotherRunGoOn) {
+  Ticket ticket(1);
+  test::expect_pause([&] { ticket.wait_enqueued(); }, [&] { ticket.mark_enqueued(); });
+  test::expect_pause([&] { ticket.wait(); }, [&] { ticket.complete(0.0); });
 }
 
 }  // namespace

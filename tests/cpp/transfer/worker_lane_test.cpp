@@ -296,6 +296,15 @@ TEST(WorkerLane, DrainWaitsForAllSubmittedBeforeThoughLaterOnesOvertake) {
   stop = true;
 }
 
+TEST(WorkerLane, DrainLetsAnotherRunGoOn) {
+  Gate gate;
+  ScriptedLane lane;
+  Job held = job_of(1, 8);
+  held.before = [&] { gate.wait(); };
+  lane.submit(std::move(held));
+  test::expect_pause([&] { lane.drain(); }, [&] { gate.open(); });
+}
+
 // ---- several runs, each with a log of its own -------------------------------------------------
 
 Job job_in(ActivityLog& run, std::uintptr_t number, Bytes bytes = 8, Priority priority = Priority::kPrefetch) {
