@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hydra_ext.checkpoint.loading import Loaded, load_model
     from hydra_ext.construction import materialize
     from hydra_ext.fleet import Fleet, Job
-    from hydra_ext.runtime.placement.sharing import SharedDevice, SharedReport
     from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
+    from hydra_ext.runtime.placement.sharing import SharedDevice, SharedReport
     from hydra_ext.runtime.reporting.figures import StepFigures
     from hydra_ext.runtime.rounds.step import StepOutput
 

@@ -314,7 +314,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     def _meet_others(self) -> Replicas | None:
         group = choose_group(self._process_group)
-        if group is not None and self._place.is_shared:
+        if group is not None and self._place.tenant is not None:
             raise InvalidArgument(
                 "ranks of a process group cannot share their devices with other runs: give process_group=False, or a "
                 "device of its own"

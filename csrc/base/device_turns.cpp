@@ -1,6 +1,7 @@
 #include "csrc/base/device_turns.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -9,6 +10,16 @@ namespace hydra {
 namespace {
 
 thread_local DeviceTurns::Seat own_seat;
+std::atomic<bool (*)()> keeps_turn{nullptr};
+
+/// Whether the calling thread is a tenant's that may pass the turn on.
+bool may_pass_on() noexcept {
+  if (own_seat.turns == nullptr || own_seat.undisturbed > 0) {
+    return false;
+  }
+  bool (*const keeps)() = keeps_turn.load(std::memory_order_relaxed);
+  return keeps == nullptr || !keeps();
+}
 
 }  // namespace
 
@@ -51,13 +62,15 @@ DeviceTurns::Seat DeviceTurns::seat() noexcept { return own_seat; }
 
 void DeviceTurns::take_over(const Seat& seat) noexcept { own_seat = seat; }
 
+void DeviceTurns::keep_turn_if(bool (*holds)()) noexcept { keeps_turn = holds; }
+
 // ---- turns ------------------------------------------------------------------------------------
 
 void DeviceTurns::offer() {
-  const Seat seat = own_seat;
-  if (seat.turns == nullptr || seat.undisturbed > 0) {
+  if (!may_pass_on()) {
     return;
   }
+  const Seat seat = own_seat;
   DeviceTurns& turns = *seat.turns;
   std::unique_lock lock(turns.mutex_);
   const std::optional<Tenant> next = turns.first_waiting();
@@ -121,7 +134,7 @@ double DeviceTurns::computed_locked(Tenant tenant) const noexcept {
 // ---- pauses -----------------------------------------------------------------------------------
 
 Pause::Pause() noexcept : seat_(own_seat) {
-  if (seat_.turns != nullptr && seat_.undisturbed == 0) {
+  if (may_pass_on()) {
     seat_.turns->pass_on(seat_.tenant);
     ++own_seat.undisturbed;  // a wait inside this one is part of it
   } else {

@@ -5,9 +5,9 @@
 // these waits are inside a Pause. So between two pauses a run is alone with the state of the process, which the
 // function `on_switch` exchanges. When a run arrives at a block it offers the turn to a tenant that ranks before it.
 //
-// Only tenants that have nothing to wait for rank at all, so what is resident counts first. Among them goes the one that
-// has computed for the least time: it is bound by its link, which must not wait for compute, and the others fill its
-// waits. The present one stays unless it is ahead by more than kAffinity.
+// Only tenants that have nothing to wait for rank at all, so what is resident counts first. Among them goes the one
+// that has computed for the least time: it is bound by its link, which must not wait for compute, and the others fill
+// its waits. The present one stays unless it is ahead by more than kAffinity.
 //
 // [Note: longest remaining time first] On several devices Sharded-LRTF (csrc/plan/units) runs a job first that decides
 // when the last one ends. On one device there is none: every order that keeps compute and links busy ends equally
@@ -53,6 +53,10 @@ class DeviceTurns {
   double computed(Tenant tenant) const;
   /// How often another tenant went on than the one before.
   std::int64_t switches() const;
+
+  /// Threads for which `holds` is true keep the turn while they wait: they have a lock that every tenant needs, such as
+  /// the interpreter's. Waits with it are wrong, and would last forever if the turn passed on.
+  static void keep_turn_if(bool (*holds)()) noexcept;
 
   /// Lets a tenant go on that ranks before the calling thread's. Does nothing in other threads.
   static void offer();

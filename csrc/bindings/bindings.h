@@ -24,6 +24,7 @@ pybind11::cpp_function released(Getter getter) {
 }
 
 void bind_base(pybind11::module_& module);
+void bind_turns(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);

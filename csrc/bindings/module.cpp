@@ -4,6 +4,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() =
       "The native core of hydra_ext: memory, transfer, paging, optimizers, schedules, and their use from torch.";
   hydra::bind_base(module);
+  hydra::bind_turns(module);
   hydra::bind_memory(module);
   hydra::bind_transfer(module);
   hydra::bind_paging(module);

@@ -17,8 +17,6 @@
 
 namespace hydra {
 
-class DeviceMath;
-
 /// A run's budget and its way to make room, for the backend.
 struct MemoryClient {
   Bytes budget = 0;
@@ -79,8 +77,6 @@ class DeviceBackend {
   virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }
   /// For a run with this budget. The result must not outlive the backend.
   virtual DeviceMeter meter(Bytes /*budget*/) { return {}; }
-  /// Computes in the device's memory. Null if the host can compute there.
-  virtual DeviceMath* math() noexcept { return nullptr; }
   /// The bytes per second that optimizer steps on the host may read and write; 0 sets no limit.
   virtual double host_memory_bytes_per_second() const noexcept { return 0.0; }
   /// Tells that the calling thread has enqueued compute that reads these bytes. Some backends check such reads.

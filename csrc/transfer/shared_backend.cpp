@@ -81,6 +81,11 @@ SharedBackend::SharedBackend(std::shared_ptr<DeviceBackend> device)
 
 SharedBackend::~SharedBackend() = default;
 
+DeviceBackend& device_of(DeviceBackend& backend) noexcept {
+  const auto* const shared = dynamic_cast<const SharedBackend*>(&backend);
+  return shared == nullptr ? backend : *shared->device_;
+}
+
 Lane& SharedBackend::to_device() noexcept { return *to_device_; }
 
 Lane& SharedBackend::to_host() noexcept { return *to_host_; }

@@ -19,6 +19,8 @@ from torch.autograd.variable import Variable
 from hydra_ext import _C
 from hydra_ext.runtime.replicas import Replicas
 
+Seat = tuple[int, int] | None
+
 
 class BackwardParticipant(Protocol):
     """The interface of a model's context that the wrapper uses.
@@ -43,6 +45,19 @@ class EngineWrapper:
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
         self.participants: list[BackwardParticipant] = []
+        self._seats: dict[int, Seat] = {}  # by the identity of a participant
+
+    def join(self, participant: BackwardParticipant) -> None:
+        self.participants.append(participant)
+        self._seats[id(participant)] = _C.seat()
+
+    def leave(self, participant: BackwardParticipant) -> None:
+        self.participants = [known for known in self.participants if known is not participant]
+        self._seats.pop(id(participant), None)
+
+    def at(self, seat: Seat) -> list[BackwardParticipant]:
+        """The contexts that were entered by threads with this seat on a shared device; None for those without."""
+        return [known for known in self.participants if self._seats[id(known)] == seat]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
@@ -84,10 +99,12 @@ class EngineWrapper:
         Only they open windows and are charged for allocations.
         """
         roots = _roots(roots)
+        seat = _C.seat()  # None also in threads of autograd's: there the graph alone decides
+        known_here = list(self.participants) if seat is None else self.at(seat)
         if not all(isinstance(root, torch.Tensor) for root in roots):
-            return list(self.participants)  # the graphs behind gradient edges are not searched
-        reached = _C.reached_models(roots, [known.core for known in self.participants])
-        return [known for known in self.participants if any(known.core is core for core in reached)]
+            return known_here  # the graphs behind gradient edges are not searched
+        reached = _C.reached_models(roots, [known.core for known in known_here])
+        return [known for known in known_here if any(known.core is core for core in reached)]
 
 
 def _roots(roots: Any) -> list[Any]:
@@ -169,7 +186,7 @@ def join(participant: BackwardParticipant) -> None:
         if _installed is None:
             _installed = EngineWrapper(_torch._execution_engine)
             _torch._execution_engine = _installed
-        _installed.participants.append(participant)
+        _installed.join(participant)
 
 
 def leave(participant: BackwardParticipant) -> None:
@@ -178,14 +195,21 @@ def leave(participant: BackwardParticipant) -> None:
     with _lock:
         if _installed is None:
             return
-        _installed.participants = [known for known in _installed.participants if known is not participant]
+        _installed.leave(participant)
         if not _installed.participants and _torch._execution_engine is _installed:
             _torch._execution_engine = _installed._wrapped
             _installed = None
 
 
 def participants() -> list[BackwardParticipant]:
-    """The active contexts."""
+    """The active contexts, without those of other runs on a shared device."""
+    seat = _C.seat()
+    with _lock:
+        return [] if _installed is None else _installed.at(seat)
+
+
+def everywhere() -> list[BackwardParticipant]:
+    """The active contexts of all runs."""
     with _lock:
         return [] if _installed is None else list(_installed.participants)
 

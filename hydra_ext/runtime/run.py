@@ -502,7 +502,8 @@ class Run:
         self.meter.update_ended(deferred=self.updates is not None)
         if self.meter.updates > before:
             self._checkpoint.step_ended()
-            self._place.step_ended(self.core)
+            if self._place.tenant is not None:
+                self._place.tenant.step_ended(self.core)
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:

@@ -1,14 +1,12 @@
 // Bindings of csrc/base. Each error type of the core becomes the type of the same name in hydra_ext.errors.
 #include <c10/util/Exception.h>
 
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "csrc/base/activity.h"
-#include "csrc/base/device_turns.h"
 #include "csrc/base/errors.h"
-#include "csrc/base/out_of_memory.h"
 #include "csrc/bindings/bindings.h"
+#include "csrc/memory/out_of_memory.h"
 
 namespace py = pybind11;
 
@@ -103,31 +101,6 @@ void bind_activity(py::module_& module) {
       .def_property_readonly("recording", &ActivityLog::recording);
 }
 
-/// Keeps the turn from __enter__ to __exit__, which one thread calls.
-class UndisturbedContext {
- public:
-  void enter() { scope_.emplace(); }
-  void exit() { scope_.reset(); }
-
- private:
-  std::optional<Undisturbed> scope_;
-};
-
-void bind_turns(py::module_& module) {
-  using Released = py::call_guard<py::gil_scoped_release>;
-  py::class_<DeviceTurns>(module, "DeviceTurns", "Turns of several runs on one device.")
-      .def(py::init<DeviceTurns::Switch>(), py::arg("on_switch"))
-      .def("admit", &DeviceTurns::admit)
-      .def("enter", &DeviceTurns::enter, py::arg("tenant"), Released(), "Waits for the turn.")
-      .def("leave", &DeviceTurns::leave, Released())
-      .def("computed", &DeviceTurns::computed, py::arg("tenant"), Released(), "Seconds of the tenant's turns.")
-      .def_property_readonly("switches", released(&DeviceTurns::switches));
-  py::class_<UndisturbedContext>(module, "Undisturbed", "A scope in which the calling thread's tenant keeps the turn.")
-      .def(py::init<>())
-      .def("__enter__", &UndisturbedContext::enter)
-      .def("__exit__", [](UndisturbedContext& context, const py::args&) { context.exit(); });
-}
-
 }  // namespace
 
 void bind_base(py::module_& module) {
@@ -135,7 +108,6 @@ void bind_base(py::module_& module) {
   module.def("human_bytes", &human_bytes, py::arg("bytes"), "Formats bytes for messages, with a binary unit.");
   module.attr("PAGE_ALIGNMENT") = kPageAlignment;
   bind_activity(module);
-  bind_turns(module);
 }
 
 }  // namespace hydra

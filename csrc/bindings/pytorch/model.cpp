@@ -27,6 +27,18 @@ BlockList resident_blocks(const Pager& pager) {
   return resident;
 }
 
+void bind_blocks(py::module_& module) {
+  py::class_<ModelBlocks>(module, "ModelBlocks", "The blocks, and both faces of their parameters.")
+      .def("faces", &ModelBlocks::faces)
+      .def(
+          "trained", [](const ModelBlocks& blocks) { return py::bytes(blocks.trained()); },
+          "Whether each face requires a gradient: b'1' or b'0'.")
+      .def("set_trained", &ModelBlocks::set_trained, py::arg("trained"))
+      .def("overlapping", &ModelBlocks::overlapping, py::call_guard<py::gil_scoped_release>(), py::arg("others"),
+           "Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.")
+      .def_property_readonly("foreign_bytes", &ModelBlocks::foreign_bytes);
+}
+
 }  // namespace
 
 void bind_model(py::module_& module) {
@@ -41,15 +53,7 @@ void bind_model(py::module_& module) {
           "The part of the budget that plans leave free for the device's allocator, in bytes.")
       .def_property_readonly("slot_bytes", &ModelMemory::slot_bytes,
                              "Bytes that the device has given to slots and has not got back.");
-  py::class_<ModelBlocks>(module, "ModelBlocks", "The blocks, and both faces of their parameters.")
-      .def("faces", &ModelBlocks::faces)
-      .def(
-          "trained", [](const ModelBlocks& blocks) { return py::bytes(blocks.trained()); },
-          "Whether each face requires a gradient: b'1' or b'0'.")
-      .def("set_trained", &ModelBlocks::set_trained, py::arg("trained"))
-      .def("overlapping", &ModelBlocks::overlapping, gil_released, py::arg("others"),
-           "Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.")
-      .def_property_readonly("foreign_bytes", &ModelBlocks::foreign_bytes);
+  bind_blocks(module);
   py::class_<Pager>(module, "Pager", "Which block is in which slot.")
       .def(
           "forget_activations", [](Pager& pager) { pager.passes().forget_activations(); }, gil_released,

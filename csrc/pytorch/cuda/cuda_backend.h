@@ -28,7 +28,6 @@ class CudaBackend final : public CudaDevice, public DeviceMath {
 
   std::shared_ptr<void> serve(MemoryClient client) override;
   DeviceMeter meter(Bytes budget) override;
-  DeviceMath* math() noexcept override { return this; }
   CudaMemory memory() const;
   /// Runs on the calling thread's current stream.
   void run(const StepPlan& plan, float scale) override;

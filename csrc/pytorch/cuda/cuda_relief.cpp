@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "csrc/base/device_turns.h"
-#include "csrc/base/out_of_memory.h"
+#include "csrc/memory/out_of_memory.h"
 #include "csrc/pytorch/threads/gil.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 

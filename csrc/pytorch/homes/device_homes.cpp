@@ -5,6 +5,7 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/memory/acquired_block.h"
+#include "csrc/transfer/shared_backend.h"
 
 namespace hydra {
 
@@ -36,7 +37,7 @@ struct DeviceHomes::Return {
 
 DeviceHomes::DeviceHomes(DeviceBackend& backend, Pager& pager, Resource& memory, std::shared_ptr<HostArena> arena)
     : backend_(backend),
-      math_(backend.math()),
+      math_(dynamic_cast<DeviceMath*>(&device_of(backend))),
       pager_(pager),
       memory_(memory),
       arena_(std::move(arena)) {}

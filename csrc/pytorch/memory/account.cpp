@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "csrc/base/errors.h"
-#include "csrc/base/out_of_memory.h"
+#include "csrc/memory/out_of_memory.h"
 
 namespace hydra {
 

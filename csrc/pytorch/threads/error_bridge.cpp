@@ -5,7 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "csrc/base/errors.h"
-#include "csrc/base/out_of_memory.h"
+#include "csrc/memory/out_of_memory.h"
 
 namespace py = pybind11;
 

@@ -106,21 +106,8 @@ class Place(ABC):
     def _make_backend(self) -> _C.DeviceBackend: ...
 
     @abstractmethod
-    def alike(self) -> Place:
+    def _alike(self) -> Place:
         """Another place on this device."""
-
-    def shared(self, tenant: Tenant) -> Place:
-        """A place for a run that shares this device with others."""
-        place = self.alike()
-        place.tenant = tenant
-        return place
-
-    @property
-    def is_shared(self) -> bool:
-        return self.tenant is not None
-
-    def use_own_stream(self) -> None:  # noqa: B027 - most places have none
-        """Gives the calling thread a queue of compute of its own."""
 
     def make_arena(self) -> _C.HostArena:
         return _C.HostArena()
@@ -220,11 +207,6 @@ class Place(ABC):
     def backward_ended(self) -> None:  # noqa: B027 - most places have nothing to do then
         """Called when a backward's window has closed."""
 
-    def step_ended(self, core: _C.PagedModel) -> None:
-        """Called when an optimizer step has ended."""
-        if self.tenant is not None:
-            self.tenant.step_ended(core)
-
     def peak_bytes(self) -> int | None:
         """Peak of the device's bytes; None if the run's ledger has it."""
         return None
@@ -241,7 +223,7 @@ class SimulatedPlace(Place):
         super().__init__(torch.device("cpu"))
         self._options = options
 
-    def alike(self) -> Place:
+    def _alike(self) -> Place:
         return SimulatedPlace(self._options)
 
     def _make_backend(self) -> _C.DeviceBackend:
@@ -276,16 +258,10 @@ class CudaPlace(Place):
         self._settled = False
         self._opened = False
 
-    def alike(self) -> Place:
-        return CudaPlace(self.device.index)
-
-    def shared(self, tenant: Tenant) -> Place:
-        place = super().shared(tenant)
-        place.__dict__["_backend"] = self._backend  # whose memory it tells
+    def _alike(self) -> Place:
+        place = CudaPlace(self.device.index)
+        place._backend = self._backend  # whose memory it tells
         return place
-
-    def use_own_stream(self) -> None:
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def _make_backend(self) -> _C.DeviceBackend:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -373,6 +349,13 @@ class CudaPlace(Place):
 def _cuda(name: str) -> Any:
     """A function of the core that builds without CUDA, whose stubs these are, do not have."""
     return getattr(_C, name)
+
+
+def shared(place: Place, tenant: Tenant) -> Place:
+    """A place on the same device, for a run that shares it with others."""
+    made = place._alike()
+    made.tenant = tenant
+    return made
 
 
 def choose(device: Place | PlaceMaker | SimulatedDevice | torch.device | str | None) -> Place:

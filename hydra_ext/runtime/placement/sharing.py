@@ -11,11 +11,11 @@ alone with the process whenever its code runs, and has the numbers of the run al
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from hydra_ext.errors import InvalidArgument, InvalidBudget, StateError, Tenants
 from hydra_ext.policy import SimulatedDevice, parse_bytes
 from hydra_ext.runtime.placement import devices
 from hydra_ext.runtime.rounds.fibers import ThreadSettings
-from hydra_ext.runtime.rounds.isolation import Surroundings
+from hydra_ext.runtime.rounds.isolation import Surroundings, keep_no_casts, replaced_functions
 
 _SECONDS_TO_A_SIGNAL = 0.2  # Python delivers signals between two waits of the main thread
 
@@ -90,12 +90,14 @@ class SharedReport:
 
 
 class SharedDevice(devices.PlaceMaker):
-    """One device for several runs at the grain of a block: one budget, one pair of lanes, one pool of optimizer threads.
+    """One device for several runs: they share its budget, its lanes and the optimizer threads, block by block.
 
-    Each function of :meth:`run` trains or evaluates its own model with ``hydra_ext.offload(..., device=this)``. Only one
-    of them goes on at a time. Another one does while it waits for weights, gradients, an update or the disk, and when
-    it arrives at a block. Numbers are those of each function alone, with the random state that the process has when
-    :meth:`run` is called. Random generators of torch, Python and numpy are exchanged with the turns.
+    Each function of :meth:`run` trains or evaluates its own model with ``hydra_ext.offload(..., device=this)``. Only
+    one of them goes on at a time. Another one does while it waits for weights, gradients, an update or the disk, and
+    when it arrives at a block. Numbers are those of each function alone, with the random state that the process has
+    when :meth:`run` is called. Random generators of torch, Python and numpy are exchanged with the turns.
+
+    Autocast keeps no casts there, as with ``cache_enabled=False``: it has one cache for all threads.
 
     A function must not wait for another one, as by a lock that both take: the turn passes on only in waits of
     hydra_ext. An optimizer of torch's own updates on the host within the turn; those of :mod:`hydra_ext.optim` update
@@ -174,6 +176,8 @@ class _Tenant:
         number: As the core counts tenants.
         result: Return value of the function.
         error: What it has raised, or None.
+        ended: Whether the thread is about to end. Python 3.11's ``Thread.is_alive()`` is wrong once a signal has
+            interrupted ``join()``.
     """
 
     def __init__(self, sharing: _Sharing, function: Callable[[], Any]) -> None:
@@ -181,6 +185,7 @@ class _Tenant:
         self.number: int = sharing.turns.admit()
         self.result: Any = None
         self.error: BaseException | None = None
+        self.ended = False
         self.claims: dict[int, int] = {}  # bytes, by the identity of a place
         self._function: Callable[[], Any] | None = function
         self._done = 0
@@ -191,30 +196,33 @@ class _Tenant:
 
     def _main(self) -> None:
         try:
-            self.sharing.turns.enter(self.number)
-            try:
-                _own.tenant = self
-                self.sharing.settings.apply()
-                self.sharing.whole.use_own_stream()
-                if self._function is not None:
-                    self.result = self._function()
-            finally:
-                _own.tenant = None
-                self._function = None
-                self.sharing.turns.leave()
+            if not self.sharing.interrupted:
+                self.result = self.sharing.turns.stay(self.number, self._call)
         except BaseException as error:  # noqa: BLE001 - raised by _Sharing.run()
             self.error = error
+        finally:
+            self.ended = True
+            self.sharing.ends.put(None)
 
-    def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in the function, as soon as its thread runs Python."""
-        if self.thread.is_alive():
-            ident = ctypes.c_ulong(self.thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+    @property
+    def goes_on(self) -> bool:
+        return self.thread.ident is not None and not self.ended
+
+    def _call(self) -> Any:
+        function, self._function = self._function, None
+        if function is None or self.sharing.interrupted:
+            return None
+        _own.tenant = self  # as long as the thread lives
+        keep_no_casts()
+        self.sharing.settings.apply()
+        if self.sharing.whole.device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(self.sharing.whole.device))  # type: ignore[no-untyped-call]
+        return function()
 
     # ---- its runs ---------------------------------------------------------------------------------------------------
 
     def place(self) -> devices.Place:
-        return self.sharing.whole.shared(self)
+        return devices.shared(self.sharing.whole, self)
 
     def share(self) -> int:
         return self.sharing.budget // len(self.sharing.tenants)
@@ -267,40 +275,57 @@ class _Sharing:
         self.backend = whole.make_backend()
         self.settings = ThreadSettings.of_this_thread()
         self._states = _ProcessStates(whole.device)
-        self.turns = _C.DeviceTurns(self._states.exchange)
+        self.turns = _C.DeviceTurns(self._states.note, self._states.restore)
         self.tenants = [_Tenant(self, function) for function in functions]
         self.ended = False
+        self.interrupted = False
+        self.ends: SimpleQueue[None] = SimpleQueue()
         self._began = time.monotonic()
         self._seconds = 0.0
 
     def run(self) -> list[Any]:
         self._began = time.monotonic()
         try:
-            for tenant in self.tenants:
-                tenant.thread.start()
-            self._wait()
+            with replaced_functions():
+                self._start_and_wait()
         finally:
             self._seconds = time.monotonic() - self._began
             self.ended = True
-            self._states.restore()
-        failed = {number: tenant.error for number, tenant in enumerate(self.tenants) if tenant.error is not None}
-        if len(failed) == 1:
-            raise next(iter(failed.values()))
-        if failed:
-            raise TenantsFailed(failed) from next(iter(failed.values()))
-        return [tenant.result for tenant in self.tenants]
+            self._states.restore_first()
+        return self._take_results()
 
-    def _wait(self) -> None:
+    def _take_results(self) -> list[Any]:
+        """What the functions have returned. The report, which stays, does not keep it alive."""
+        failed = {number: tenant.error for number, tenant in enumerate(self.tenants) if tenant.error is not None}
+        results = [tenant.result for tenant in self.tenants]
+        for tenant in self.tenants:
+            tenant.error = tenant.result = None
+        try:
+            if len(failed) == 1:
+                raise next(iter(failed.values()))
+            if failed:
+                raise TenantsFailed(failed) from next(iter(failed.values()))
+            return results
+        finally:
+            failed = {}  # a frame of the traceback must not refer to the error
+
+    def _start_and_wait(self) -> None:
         interrupt: BaseException | None = None
-        while any(tenant.thread.is_alive() for tenant in self.tenants):
+        waiting = list(self.tenants)
+        while waiting or any(tenant.goes_on for tenant in self.tenants):
             try:
-                for tenant in self.tenants:
-                    if tenant.thread.ident is not None:
-                        tenant.thread.join(_SECONDS_TO_A_SIGNAL)
+                if interrupt is not None and not self.interrupted:
+                    self.interrupted = True  # those that have not begun do not
+                    waiting.clear()
+                    for tenant in self.tenants:
+                        self.turns.interrupt(tenant.number)
+                while waiting:
+                    waiting.pop(0).thread.start()
+                self.ends.get(timeout=_SECONDS_TO_A_SIGNAL)
+            except Empty:
+                continue
             except BaseException as error:  # noqa: BLE001 - raised below, once all have ended
                 interrupt = error
-                for tenant in self.tenants:
-                    tenant.interrupt()
         if interrupt is not None:
             raise interrupt
 
@@ -313,20 +338,24 @@ class _Sharing:
 
 
 class _ProcessStates:
-    """Random states and switches of the process, as each tenant left them. The core calls :meth:`exchange`."""
+    """Random states and switches of the process, as each tenant left them.
+
+    The core calls :meth:`note` and :meth:`restore`, and calls them again if an interrupt ends them half-way.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first = Surroundings(device, host=True)
         self._of: dict[int, Surroundings] = {}
 
-    def exchange(self, before: int | None, present: int) -> None:
-        if before is not None:
-            if before not in self._of:
-                self._of[before] = Surroundings(self._device, host=True)
-            else:
-                self._of[before].note()
-        self._of.get(present, self._first).restore()
+    def note(self, tenant: int) -> None:
+        if tenant in self._of:
+            self._of[tenant].note()
+        else:
+            self._of[tenant] = Surroundings(self._device, host=True)
 
-    def restore(self) -> None:
+    def restore(self, tenant: int) -> None:
+        self._of.get(tenant, self._first).restore()
+
+    def restore_first(self) -> None:
         self._first.restore()

@@ -323,7 +323,7 @@ def release_workspaces(device: torch.device) -> None:
     A thread that ends leaves its workspace to a later one, so after a round there are as many as it had microbatches.
     None is freed while a model is inside a pass: its threads may be about to use theirs.
     """
-    if device.type == "cuda" and not any(known.core.gate.open for known in engine.participants()):
+    if device.type == "cuda" and not any(known.core.gate.open for known in engine.everywhere()):
         torch._C._cuda_clearCublasWorkspaces()  # private, but torch's notes on CUDA name it
 
 

@@ -272,9 +272,28 @@ def _setattr(module: nn.Module, name: str, value: Any) -> None:
     _plain_setattr(module, name, value)
 
 
+class _OfThread(threading.local):
+    """``keeps_casts``: whether autocast may keep casts for the thread."""
+
+    keeps_casts = True
+
+
+_local = _OfThread()
+
+
+def keep_no_casts() -> None:
+    """Keeps autocast's cache off in the calling thread from now on, while functions are replaced.
+
+    The cache is the process's, and whichever thread leaves its autocast empties it. So a thread that takes turns with
+    others would lose casts, and the graph nodes that they share, at a time that depends on the others.
+    """
+    _local.keeps_casts = False
+    _plain_set_cache(False)
+
+
 @not_traced
 def _set_cache(enabled: bool) -> None:
-    _plain_set_cache(enabled and fibers.current() is None)
+    _plain_set_cache(enabled and _local.keeps_casts and fibers.current() is None)
 
 
 @contextmanager

@@ -39,9 +39,14 @@ class UndoOwner(engine.BackwardParticipant, Protocol):
 
 
 class Training:
-    """Which parameters are trained at one moment: a forward may change ``requires_grad``."""
+    """Which parameters are trained at one moment: a forward may change ``requires_grad``.
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    Args:
+        models: The run's own model first.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._own = set(models[0].modules()) if len(models) > 1 else None  # None: all modules
         self._noted = [
             (module, name, parameter, parameter.requires_grad)
             for model in models
@@ -49,10 +54,11 @@ class Training:
             for name, parameter in module.named_parameters(prefix, recurse=False)
         ]
 
-    def changed(self, modules: Collection[nn.Module]) -> list[str]:
-        """Names of parameters of these modules that are trained no more or anew."""
-        noted = (noted for noted in self._noted if noted[0] in modules)
-        return [name for _, name, parameter, trained in noted if parameter.requires_grad != trained]
+    def changed_elsewhere(self) -> list[str]:
+        """Names of other models' parameters that are trained no more or anew."""
+        own = self._own
+        others = [] if own is None else [noted for noted in self._noted if noted[0] not in own]
+        return [name for _, name, parameter, trained in others if parameter.requires_grad != trained]
 
     def restore(self, elsewhere: Collection[nn.Module]) -> None:
         for module, _, parameter, trained in self._noted:
@@ -213,7 +219,6 @@ class Undo:
         self._after_forward: Sequence[NotedBuffer] = ()
         self._contents = ModuleContents()
         self._joins = self._wrote_early = False
-        self._others: set[nn.Module] = set()  # modules of other runs' models
         self._backwards = self._backwards_before = 0  # the owner's count when the round, and the step, began
 
     def step_begins(self, owner: UndoOwner, *, joins: bool) -> None:
@@ -231,8 +236,6 @@ class Undo:
         if can_join and not self.step_cannot_be_undone() and self.join_rounds(owner):
             return
         models = models_of(owner)
-        own = set(owner.model.modules()) if len(models) > 1 else set()
-        self._others = {module for model in models[1:] for module in model.modules()} - own
         self._contents = ModuleContents.of(models, self._copies)
         buffers = self._buffers.note(models)
         self._round = _Moment(buffers, self._contents, Training(models), RandomState())
@@ -258,7 +261,7 @@ class Undo:
 
         Those of other models also count if they are trained no more or anew; a round keeps its own model's apart.
         """
-        changed = [] if self._round is None else self._round.training.changed(self._others)
+        changed = [] if self._round is None else self._round.training.changed_elsewhere()
         return changed if self._overwritten is None else self._overwritten.names() + changed
 
     def backward_has_written(self) -> bool:
