@@ -10,6 +10,7 @@ alone with the process whenever its code runs, and has the numbers of the run al
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
@@ -310,24 +311,36 @@ class _Sharing:
             failed = {}  # a frame of the traceback must not refer to the error
 
     def _start_and_wait(self) -> None:
+        """A signal may interrupt the main thread anywhere inside. Its error is raised once all have ended."""
         interrupt: BaseException | None = None
         waiting = list(self.tenants)
-        while waiting or any(tenant.goes_on for tenant in self.tenants):
+        while True:
             try:
-                if interrupt is not None and not self.interrupted:
-                    self.interrupted = True  # those that have not begun do not
+                if interrupt is not None:
                     waiting.clear()
-                    for tenant in self.tenants:
-                        self.turns.interrupt(tenant.number)
+                    self._interrupt()
                 while waiting:
                     waiting.pop(0).thread.start()
-                self.ends.get(timeout=_SECONDS_TO_A_SIGNAL)
-            except Empty:
-                continue
-            except BaseException as error:  # noqa: BLE001 - raised below, once all have ended
+                self._wait()
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below
                 interrupt = error
         if interrupt is not None:
             raise interrupt
+
+    def _interrupt(self) -> None:
+        if not self.interrupted:
+            self.interrupted = True  # those that have not begun do not
+            for tenant in self.tenants:
+                self.turns.interrupt(tenant.number)
+
+    def _wait(self) -> None:
+        while any(tenant.goes_on for tenant in self.tenants):
+            with contextlib.suppress(Empty):
+                self.ends.get(timeout=_SECONDS_TO_A_SIGNAL)
+        for tenant in self.tenants:
+            if tenant.thread.ident is not None:
+                tenant.thread.join()
 
     def report(self) -> SharedReport:
         return SharedReport(
