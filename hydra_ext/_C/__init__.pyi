@@ -34,6 +34,7 @@ __all__: list[str] = [
     "DISK_LEAST_BYTES",
     "DISK_WORKING_SETS",
     "DeviceBackend",
+    "DeviceTurns",
     "DiskStatistics",
     "FaceWrites",
     "FaultInjector",
@@ -77,6 +78,7 @@ __all__: list[str] = [
     "SchedulePeaks",
     "ScheduleStream",
     "SgdStep",
+    "SharedBackend",
     "SimulatedDevice",
     "SiteVisit",
     "StagedBackward",
@@ -97,6 +99,7 @@ __all__: list[str] = [
     "Timeline",
     "Treatment",
     "Uncharged",
+    "Undisturbed",
     "UnitPolicy",
     "UnitSchedule",
     "UnitScheduler",
@@ -127,6 +130,7 @@ __all__: list[str] = [
     "reduced_by_place",
     "rounding_seed",
     "scale_gradient",
+    "seat",
     "simulate_activations",
     "simulate_units",
     "split_unequally",
@@ -311,6 +315,38 @@ class ActivityLog:
     @property
     def recording(self) -> bool: ...
 
+class DeviceTurns:
+    """
+    Turns of several runs on one device.
+    """
+    def __init__(self, note: collections.abc.Callable, restore: collections.abc.Callable) -> None:
+        """
+        `note` keeps a tenant's state of the process, and `restore` sets it. Both may be called twice.
+        """
+    def admit(self) -> int: ...
+    def computed(self, tenant: typing.SupportsInt | typing.SupportsIndex) -> float:
+        """
+        Seconds of the tenant's turns.
+        """
+    def interrupt(self, tenant: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Raises KeyboardInterrupt inside the tenant's stay.
+        """
+    def stay(self, tenant: typing.SupportsInt | typing.SupportsIndex, function: collections.abc.Callable) -> typing.Any:
+        """
+        Waits for the turn, and calls the function in it.
+        """
+    @property
+    def switches(self) -> int: ...
+
+class Undisturbed:
+    """
+    A scope in which the calling thread's tenant keeps the turn.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args) -> None: ...
+    def __init__(self) -> None: ...
+
 class MemoryClass:
     """
     Members:
@@ -450,6 +486,12 @@ class SimulatedDevice(DeviceBackend):
     ) -> None: ...
     def first_hazard(self) -> str: ...
     def hazards(self) -> int: ...
+
+class SharedBackend(DeviceBackend):
+    """
+    One of several runs' views of a device: its figures are those of this run.
+    """
+    def __init__(self, device: DeviceBackend) -> None: ...
 
 class PagerStatistics:
     @property
@@ -1539,6 +1581,11 @@ class ModelBlocks:
         """
         Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.
         """
+    def set_trained(self, trained: str) -> None: ...
+    def trained(self) -> bytes:
+        """
+        Whether each face requires a gradient: b'1' or b'0'.
+        """
     @property
     def foreign_bytes(self) -> int: ...
 
@@ -2153,6 +2200,11 @@ def rounding_seed(
 def scale_gradient(gradient: torch.Tensor, factor: typing.SupportsFloat | typing.SupportsIndex) -> None:
     """
     In place, wherever the gradient's home is.
+    """
+
+def seat() -> tuple[int, int] | None:
+    """
+    The shared device and the tenant of the calling thread; None in other threads.
     """
 
 def simulate_activations(

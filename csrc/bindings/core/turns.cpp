@@ -115,12 +115,12 @@ void bind_turns(py::module_& module) {
   DeviceTurns::keep_turn_if([] { return PyGILState_Check() == 1; });
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<ThreadTurns>(module, "DeviceTurns", "Turns of several runs on one device.")
-      .def(py::init([](Exchange::Function note, Exchange::Function restore) {
-             return std::make_unique<ThreadTurns>(Exchange(std::move(note), std::move(restore)));
+      .def(py::init([](const py::function& note, const py::function& restore) {
+             return std::make_unique<ThreadTurns>(
+                 Exchange(note.cast<Exchange::Function>(), restore.cast<Exchange::Function>()));
            }),
            py::arg("note"), py::arg("restore"),
-           "`note` keeps the state of the process for a tenant, and `restore` sets a tenant's. Either may be called "
-           "twice.")
+           "`note` keeps a tenant's state of the process, and `restore` sets it. Both may be called twice.")
       .def("admit", &ThreadTurns::admit)
       .def("stay", &ThreadTurns::stay, py::arg("tenant"), py::arg("function"),
            "Waits for the turn, and calls the function in it.")

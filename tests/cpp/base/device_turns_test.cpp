@@ -223,9 +223,11 @@ TEST(DeviceTurns, AnOfferIsTakenByTheOneThatComputedLeastIfItIsBehindByMoreThanT
         EXPECT_GT(turns->computed(offer->giver), offer->least);
         ++taken;
       }
-      compute(turns.get(), tenant, rounds++ % 2 == 0 ? kBehind : 0.0);
       const Tenant receiver = crew.others(tenant).front();
-      const double least = turns->computed(receiver) + DeviceTurns::kAffinity;
+      const double present = turns->computed(receiver);
+      const double ahead = rounds++ % 2 == 0 ? kBehind : DeviceTurns::kAffinity / 4;
+      compute(turns.get(), tenant, present + ahead - turns->computed(tenant));
+      const double least = present + DeviceTurns::kAffinity;
       offer = Offer{.giver = tenant, .receiver = receiver, .least = least};
       const double computed = turns->computed(tenant);
       const std::int64_t before = turns->switches();
