@@ -135,9 +135,8 @@ class TenantsFailed(HydraError, RuntimeError):
         errors: Their errors, by the function's place in the call.
     """
 
-    def __init__(self, errors: Mapping[int, BaseException]) -> None:
-        told = "; ".join(f"{number}: {type(error).__name__}: {error}" for number, error in errors.items())
-        super().__init__(f"{len(errors)} of the functions that shared a device have failed: {told}")
+    def __init__(self, message: str, *, errors: Mapping[int, BaseException]) -> None:
+        super().__init__(message)
         self.errors = dict(errors)
 
 

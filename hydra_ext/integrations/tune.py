@@ -9,9 +9,9 @@ from typing import Any
 
 from hydra_ext.errors import MissingDependency
 from hydra_ext.fleet.devices import choose
-from hydra_ext.fleet.job import Job
+from hydra_ext.fleet.job import Job, seed_of
 from hydra_ext.fleet.techniques import Gang, technique_named
-from hydra_ext.fleet.techniques.building import Batches
+from hydra_ext.fleet.techniques.building import Batches, seed_everything
 from hydra_ext.policy import SimulatedDevice
 
 
@@ -61,6 +61,7 @@ def trainable(
                 step += 1
                 told: dict[str, Any] = {"loss": loss, "step": step}
                 if step == job.steps and job.evaluate is not None:
+                    seed_everything(seed_of(job.seed, "evaluation"))
                     told["evaluation"] = session.evaluate(list(job.evaluate()))
                 if step % save_every and step < job.steps:
                     tune.report(told)

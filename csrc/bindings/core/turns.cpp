@@ -135,16 +135,16 @@ void bind_turns(py::module_& module) {
       "seat",
       []() -> std::optional<std::pair<std::uintptr_t, DeviceTurns::Tenant>> {
         const DeviceTurns::Seat seat = DeviceTurns::seat();
-        if (seat.turns == nullptr) {
-          return std::nullopt;
-        }
-        return std::pair(reinterpret_cast<std::uintptr_t>(seat.turns), seat.tenant);
+        const auto place = std::pair(reinterpret_cast<std::uintptr_t>(seat.turns), seat.tenant);
+        return seat.turns != nullptr ? std::optional(place) : std::nullopt;
       },
       "The shared device and the tenant of the calling thread; None in other threads.");
   py::class_<UndisturbedContext>(module, "Undisturbed", "A scope in which the calling thread's tenant keeps the turn.")
       .def(py::init<>())
       .def("__enter__", &UndisturbedContext::enter)
-      .def("__exit__", [](UndisturbedContext& context, const py::args&) { context.exit(); });
+      .def("__exit__", [](UndisturbedContext& context, const py::object&, const py::object&, const py::object&) {
+        context.exit();
+      });
 }
 
 }  // namespace hydra

@@ -33,7 +33,9 @@ void bind_blocks(py::module_& module) {
       .def(
           "trained", [](const ModelBlocks& blocks) { return py::bytes(blocks.trained()); },
           "Whether each face requires a gradient: b'1' or b'0'.")
-      .def("set_trained", &ModelBlocks::set_trained, py::arg("trained"))
+      .def(
+          "set_trained", [](ModelBlocks& blocks, const py::bytes& trained) { blocks.set_trained(trained); },
+          py::arg("trained"))
       .def("overlapping", &ModelBlocks::overlapping, py::call_guard<py::gil_scoped_release>(), py::arg("others"),
            "Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.")
       .def_property_readonly("foreign_bytes", &ModelBlocks::foreign_bytes);

@@ -190,7 +190,8 @@ class _Tenant:
         self.claims: dict[int, int] = {}  # bytes, by the identity of a place
         self._function: Callable[[], Any] | None = function
         self._done = 0
-        self._updates: dict[int, float] = {}  # seconds, by the identity of a core
+        self._updates = 0.0  # seconds
+        self._told: dict[int, float] = {}  # by the identity of a core
         self._backends: list[_C.DeviceBackend] = []
         context = contextvars.copy_context()
         self.thread = threading.Thread(target=context.run, args=(self._main,), name=f"tenant-{self.number}")
@@ -243,14 +244,17 @@ class _Tenant:
 
     def step_ended(self, core: _C.PagedModel) -> None:
         self._done += 1
-        self._updates[id(core)] = core.update.seconds
+        context, seconds = id(core), core.update.seconds
+        before = self._told.get(context, 0.0)
+        self._updates += seconds - (before if before <= seconds else 0.0)  # the number may be a new context's
+        self._told[context] = seconds
 
     def figures(self) -> TenantFigures:
         return TenantFigures(
             compute_seconds=self.sharing.turns.computed(self.number),
             to_device_seconds=sum(each.to_device_statistics.busy_seconds for each in self._backends),
             to_host_seconds=sum(each.to_host_statistics.busy_seconds for each in self._backends),
-            update_seconds=sum(self._updates.values()),
+            update_seconds=self._updates,
             steps=self._done,
         )
 
@@ -305,7 +309,10 @@ class _Sharing:
             if len(failed) == 1:
                 raise next(iter(failed.values()))
             if failed:
-                raise TenantsFailed(failed) from next(iter(failed.values()))
+                told = "; ".join(f"{number}: {type(error).__name__}: {error}" for number, error in failed.items())
+                raise TenantsFailed(
+                    f"{len(failed)} of the functions that shared a device have failed: {told}", errors=failed
+                ) from next(iter(failed.values()))
             return results
         finally:
             failed = {}  # a frame of the traceback must not refer to the error

@@ -211,7 +211,8 @@ class Fiber(Generic[Result]):
 
     def _interrupt(self, error: type[BaseException]) -> None:
         """Raises ``error`` asynchronously in the fiber, at most once in its life."""
-        if self._claim.setdefault("interrupt", "sent") == "sent":
+        # A thread that has ended may have left its number to another one.
+        if not self._ended and self._claim.setdefault("interrupt", "sent") == "sent":
             self._claim["interrupt"] = "done"
             ident = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
