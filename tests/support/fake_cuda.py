@@ -26,7 +26,10 @@ class FakeCudaPlace(devices.Place):
     def __init__(self) -> None:
         super().__init__(DEVICE)
 
-    def make_backend(self) -> _C.DeviceBackend:
+    def _alike(self) -> devices.Place:
+        return FakeCudaPlace()
+
+    def _make_backend(self) -> _C.DeviceBackend:
         return _C.SimulatedDevice()
 
 
