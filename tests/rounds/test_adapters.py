@@ -16,10 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
 
-ADAPTERS, LAYERS, WIDTH, STEPS = 4, 6, 64, 3
+ADAPTERS, LAYERS, WIDTH, STEPS = 8, 6, 128, 3
 RATES = [1e-2 / 2**adapter for adapter in range(ADAPTERS)]
 # Activations of all adapters leave as many slots as those of one do: then all have one adapter's traffic.
-BUDGET = 3 * (4 * WIDTH * WIDTH + 8 * 8 * WIDTH * ADAPTERS) + 3 * 2**14
+BLOCK = 4 * (WIDTH * WIDTH + WIDTH + 8 * WIDTH * ADAPTERS)
+BUDGET = 3 * BLOCK + 5 * 2**14
 
 
 class Adapted(nn.Module):
@@ -164,7 +165,7 @@ def test_layers_that_count_their_calls_run_one_at_a_time() -> None:
         data = [x for x, _ in batches([0, 1, 2])]
         report = None
         if offloaded:
-            budget = 3 * 4 * WIDTH * (WIDTH + 1) + 2**16
+            budget = 3 * 4 * WIDTH * (WIDTH + 1) + 2**17
             with hydra_ext.offload(
                 model, optimizer, budget=budget, device="simulated", checks=Checks(poison_hosts=True), activations=None
             ) as run:
