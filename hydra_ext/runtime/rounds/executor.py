@@ -194,7 +194,11 @@ class Round(Generic[Result]):
             with replaced_functions(), self._owner.window(kind):
                 for fiber in fibers:
                     fiber.start()
-                stays = self._pass_sites(fibers, kind, repetition=repetition)
+                try:
+                    stays = self._pass_sites(fibers, kind, repetition=repetition)
+                except BaseException:  # re-raised
+                    self._turns.trained.undo()
+                    raise
                 self._turns.trained.finish()
                 self._owner.core.rounds.stay_in([], kind)
             for fiber in fibers:
@@ -275,7 +279,10 @@ class Round(Generic[Result]):
         graphs.plan(self._stays)
         try:
             with replaced_functions(), engine.windows_of([self._owner, *graphs.others]):
-                self._run_pieces(averaging)
+                try:
+                    self._run_pieces(averaging)
+                finally:
+                    self._turns.trained.finish()
             self._owner.backward_ended(accumulated=True)
         finally:
             self._turns.attributes.finish()
@@ -311,7 +318,6 @@ class Round(Generic[Result]):
                     self._graphs.run(fiber.index, turn)
                 core.rounds.drop_copies()
                 turn += 1
-        self._turns.trained.finish()
         if averaging is not None:
             averaging.complete()
         core.rounds.stay_in([], _C.PassKind.BACKWARD)

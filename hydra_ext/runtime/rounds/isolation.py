@@ -245,6 +245,11 @@ class TrainedParameters:
         if self._own:
             self._blocks.set_trained(self._own[max(self._own)])
 
+    def undo(self) -> None:
+        """Sets what was set before the round. Called before the window closes."""
+        if self._began:
+            self._blocks.set_trained(self._began[0])
+
     def conflict(self) -> str:
         """The reason, after the forward, why the round cannot act as a loop; empty if there is none."""
         if any(began != self._own[index - 1] for index, began in self._began.items() if index):
