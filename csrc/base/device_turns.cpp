@@ -44,8 +44,8 @@ void DeviceTurns::enter(Tenant tenant) {
 
 void DeviceTurns::leave() {
   HYDRA_EXPECT(own_seat.turns == this, StateError, "this thread is no tenant of the shared device");
-  const Seat seat = std::exchange(own_seat, {});
-  pass_on(seat.tenant);
+  own_seat = {};
+  pass_on();
 }
 
 double DeviceTurns::computed(Tenant tenant) const {
@@ -101,7 +101,7 @@ void DeviceTurns::await_locked(std::unique_lock<std::mutex>& lock, Tenant tenant
   }
 }
 
-void DeviceTurns::pass_on(Tenant) noexcept {
+void DeviceTurns::pass_on() noexcept {
   const std::lock_guard lock(mutex_);
   pass_on_locked(first_waiting());
 }
@@ -112,6 +112,7 @@ void DeviceTurns::pass_on_locked(std::optional<Tenant> next) noexcept {
   present_ = next;
   if (next) {
     std::erase(waiting_, *next);
+    states_[*next].since = Clock::now();  // computed() counts from here, though it has not woken up yet
     states_[*next].wake.notify_one();
   }
 }
@@ -135,7 +136,7 @@ double DeviceTurns::computed_locked(Tenant tenant) const noexcept {
 
 Pause::Pause() noexcept : seat_(own_seat) {
   if (may_pass_on()) {
-    seat_.turns->pass_on(seat_.tenant);
+    seat_.turns->pass_on();
     ++own_seat.undisturbed;  // a wait inside this one is part of it
   } else {
     seat_.turns = nullptr;

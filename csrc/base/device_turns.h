@@ -77,11 +77,11 @@ class DeviceTurns {
   struct State {
     std::condition_variable wake;
     double computed = 0;
-    Clock::time_point since{};  // when it took the turn
+    Clock::time_point since{};  // when it got the turn
   };
 
   void take(Tenant tenant) noexcept;
-  void pass_on(Tenant tenant) noexcept;
+  void pass_on() noexcept;
   void pass_on_locked(std::optional<Tenant> next) noexcept;
   std::optional<Tenant> first_waiting() const noexcept;
   bool goes_before(Tenant one, Tenant other, double affinity) const noexcept;

@@ -262,6 +262,25 @@ TEST(DeviceTurns, ATenantInAPauseHasComputedNothingMore) {
   });
 }
 
+TEST(DeviceTurns, ATenantThatIsAboutToWakeUpHasComputedNothingYet) {
+  for (int i = 0; i < 100; ++i) {
+    NotedTurns turns;
+    const Tenant one = turns->admit();
+    const Tenant other = turns->admit();
+    Gate arrives;
+    turns->enter(one);
+    std::jthread thread([&] {
+      arrives.open();
+      turns->enter(other);
+      turns->leave();
+    });
+    arrives.wait();
+    compute(turns.get(), one, DeviceTurns::kAffinity / 4);  // meanwhile the other one begins to wait
+    turns->leave();
+    EXPECT_LT(turns->computed(other), kPatience);
+  }
+}
+
 // ---- pauses -----------------------------------------------------------------------------------
 
 TEST(DeviceTurns, APauseInsideAPauseWaitsForNoTurn) {
@@ -298,7 +317,9 @@ TEST(DeviceTurns, AnUndisturbedTenantKeepsItsTurn) {
     if (!std::exchange(first, false)) {
       return;
     }
-    compute(turns.get(), tenant, kBehind);
+    const Tenant other = crew.others(tenant).front();
+    // The other one may have computed for long before this one arrived.
+    compute(turns.get(), tenant, turns->computed(other) + kBehind - turns->computed(tenant));
     const std::int64_t before = turns->switches();
     {
       const Undisturbed undisturbed;
