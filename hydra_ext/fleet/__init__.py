@@ -12,7 +12,7 @@ from hydra_ext.fleet.guides import Guide, MedianStopping, SuccessiveHalving
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.reporting.status import FleetState, FleetStatus, JobStatus
 from hydra_ext.fleet.results import JobResult, Outcome, Results, Stretch
-from hydra_ext.fleet.scheduling.scheduler import JobState
+from hydra_ext.fleet.scheduling.records import JobState
 from hydra_ext.fleet.techniques import Gang, Session, Technique, WontDo
 from hydra_ext.fleet.tracking import Tracker
 

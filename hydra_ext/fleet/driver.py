@@ -20,7 +20,8 @@ from hydra_ext.fleet.control import Request, Wish
 from hydra_ext.fleet.guides import Guide
 from hydra_ext.fleet.journal import Journal
 from hydra_ext.fleet.results import Results
-from hydra_ext.fleet.scheduling.scheduler import Change, Desk, JobRecord, JobState, Scheduler
+from hydra_ext.fleet.scheduling.records import JobRecord, JobState
+from hydra_ext.fleet.scheduling.scheduler import Change, Desk, Scheduler
 from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.scheduling.trials import Trials, kind_of, largest_node
 from hydra_ext.fleet.tracking import Told

@@ -25,7 +25,7 @@ from hydra_ext.fleet.journal import VERSION, Journal, read_only
 from hydra_ext.fleet.reporting import page, status
 from hydra_ext.fleet.reporting.status import FleetStatus
 from hydra_ext.fleet.results import Results
-from hydra_ext.fleet.techniques import BUILT_IN, technique_named
+from hydra_ext.fleet.techniques import DEFAULT, technique_named
 from hydra_ext.fleet.tracking import Told, Tracker
 from hydra_ext.policy import SimulatedDevice
 
@@ -83,7 +83,8 @@ class Fleet:
             jobs: With different names.
             interval: Seconds between plans, and between a job's checkpoints.
             patience: Seconds without a step after which a job counts as hanging, and is restarted.
-            techniques: Names of techniques, or classes as ``"module:Class"``; by default all that there are.
+            techniques: Names of techniques, or classes as ``"module:Class"``; by default all but ``"shared offload"``,
+                under which two jobs share a device and a process.
             guide: Stops jobs that fall behind, or proposes further ones, such as
                 :class:`hydra_ext.fleet.SuccessiveHalving`; with a guide that proposes jobs ``jobs`` may be empty.
             trackers: Told of every step, such as :class:`hydra_ext.integrations.trackers.TensorBoard`.
@@ -96,7 +97,7 @@ class Fleet:
             StateError: The call is not below ``if __name__ == "__main__":`` in the program that defines the jobs.
         """
         described = _described(jobs, may_be_empty=guide is not None)
-        chosen = list(BUILT_IN if techniques is None else techniques)
+        chosen = list(DEFAULT if techniques is None else techniques)
         for place in chosen:
             technique_named(place)
         _check_seconds(interval=interval, patience=patience)
@@ -237,7 +238,7 @@ class Fleet:
 
     def _cluster(self, devices: Sequence[Device]) -> Cluster:
         if self._address is None:
-            return EmbeddedCluster(devices, lock=self.folder / LOCK)
+            return EmbeddedCluster(devices, locks=[self.folder / LOCK])
         return ray_cluster.RayCluster(self._address, devices[0])
 
 

@@ -111,11 +111,13 @@ class PastPlan:
         at: When it was made.
         end: When its last job ends.
         jobs: By name: those that had not ended.
+        packs: Names of jobs that share a device.
     """
 
     at: float
     end: float
     jobs: Mapping[str, Foreseen]
+    packs: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +264,7 @@ class _Reading:
         for name, (option, node, start, end) in entry["jobs"].items():
             technique, devices = self._option(name, option)
             jobs[name] = Foreseen(technique=technique, devices=devices, node=node, start=at + start, end=at + end)
-        return PastPlan(at=at, end=at + float(entry["makespan"]), jobs=jobs)
+        return PastPlan(at=at, end=at + float(entry["makespan"]), jobs=jobs, packs=entry.get("packs", ()))
 
     def _option(self, name: str, number: int) -> tuple[str, int]:
         """Technique and devices of a job's option. Plans have its number only, among those that are left."""

@@ -185,7 +185,7 @@ def test_a_folder_has_one_fleet(tmp_path: Path) -> None:
 def test_a_gang_that_is_stopped_at_once_saves_and_ends(tmp_path: Path) -> None:
     """The request comes before the process has begun, and is not lost."""
     devices = fleet_devices.choose(1, BUDGET)
-    cluster = EmbeddedCluster(devices, lock=tmp_path / "lock")
+    cluster = EmbeddedCluster(devices, locks=[tmp_path / "lock"])
     try:
         for gang in range(4):
             order = Order(

@@ -242,11 +242,37 @@ def test_a_plan_has_room_on_the_devices_that_there_are(jobs: list[tuple[int, flo
     )
     drawn = bars.planned(past)
     assert {bar.row[1] for bar in drawn} <= set(range(4))
+    assert {bar.parts for bar in drawn} == {1}
     for name, job in foreseen.items():
         assert len({bar.row for bar in drawn if bar.job == name}) == job.devices
     for one, other in itertools.combinations(drawn, 2):
         apart = one.end <= other.start + 1e-6 or other.end <= one.start + 1e-6
         assert one.row != other.row or apart
+
+
+def test_jobs_that_share_a_device_lie_one_upon_the_other(tmp_path: Path) -> None:
+    """Two at a time, and one that comes behind them."""
+    written = Written(tmp_path, [fleet_folders.job(name) for name in "abc"])
+    for name in "abc":
+        written.measured(name, OPTIONS)
+    written.plan(1.0, packs=[["a", "b"]], a=(0, 0.0, 4.0), b=(0, 0.0, 6.0), c=(0, 6.0, 9.0))
+    written.start(1.0, "a", 7, 0, "shared offload", 0)
+    written.start(1.0, "b", 8, 0, "shared offload", 0)
+    written.end(5.0, "a", 7, 4, "done", None)
+    written.end(7.0, "b", 8, 4, "done", None)
+    written.start(7.0, "c", 9, 0, "plain", 0)
+    past = past_of(tmp_path)
+    for drawn in (bars.planned(past), bars.real(past)):
+        assert {bar.job: (bar.row, bar.part, bar.parts) for bar in drawn} == {
+            "a": (("here", 0), 0, 2),
+            "b": (("here", 0), 1, 2),
+            "c": (("here", 0), 0, 1),
+        }
+    tops = {
+        job: float(y)
+        for y, job in re.findall(r'y="([\d.]+)" width="[\d.]+" height="10.00" [^>]*><title>(\w):', text_of(tmp_path))
+    }
+    assert tops["b"] == tops["a"] + 10
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from hydra_ext.fleet.scheduling.planning import (
     lower_bound,
     make_plan,
 )
-from hydra_ext.fleet.scheduling.scheduler import MOST_FAILURES, JobState
+from hydra_ext.fleet.scheduling.records import JobState
+from hydra_ext.fleet.scheduling.scheduler import MOST_FAILURES
 from support.fleet.virtual_cluster import Fault, Speed, Trouble
 from support.fleet.virtual_fleet import Curve, VirtualFleet, once
 
@@ -60,13 +61,20 @@ happenings = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 30), troubles=st.lists(faults, max_size=4), script=happenings, cost=st.sampled_from([0, 30]))
+@given(
+    seed=st.integers(0, 30),
+    troubles=st.lists(faults, max_size=4),
+    script=happenings,
+    cost=st.sampled_from([0, 30]),
+    parts=st.dictionaries(st.sampled_from(["job0", "job1", "job2"]), st.floats(0, 1)),
+)
 def test_all_jobs_end_whatever_happens(
-    seed: int, troubles: list[Fault], script: list[tuple[float, str, int]], cost: int
+    seed: int, troubles: list[Fault], script: list[tuple[float, str, int]], cost: int, parts: dict[str, float]
 ) -> None:
     nodes, jobs = batch(seed)
     copies = [Fault(each.job, each.step, each.trouble, each.times) for each in troubles]
-    fleet = VirtualFleet(nodes, jobs, open=cost, save=cost, interval=3000.0, faults=copies)
+    loads = {name: {"link": part, "compute": 1 - part} for name, part in parts.items()}
+    fleet = VirtualFleet(nodes, jobs, open=cost, save=cost, interval=3000.0, faults=copies, loads=loads)
     for number, (moment, happening, devices) in enumerate(script):
         if happening == "kill":
             fleet.cluster.at(moment, lambda: fleet.cluster.kill_job("job0"))
@@ -77,6 +85,49 @@ def test_all_jobs_end_whatever_happens(
     fleet.run()
     has_ended(fleet, but=[name for name, record in fleet.records.items() if record.state is JobState.SET_ASIDE])
     assert all(len(r.failures) == MOST_FAILURES for r in fleet.records.values() if r.state is JobState.SET_ASIDE)
+
+
+LINK, COMPUTE = {"link": 0.95, "compute": 0.05}, {"link": 0.05, "compute": 0.95}
+
+
+def test_jobs_share_devices_where_all_end_earlier_by_that() -> None:
+    loads = {"a": LINK, "b": COMPUTE, "c": LINK, "d": COMPUTE}
+    fleet = VirtualFleet({"n": 2}, dict.fromkeys(loads, ALONE), loads=loads)
+    assert fleet.run() == pytest.approx(1000)
+    devices = {name: fleet.stretches(name)[0].devices for name in loads}
+    for one, other in (("a", "c"), ("b", "d")):  # each has the device of one with the other bottleneck
+        assert devices[one] != devices[other]
+    enough = VirtualFleet({"n": 4}, dict.fromkeys(loads, ALONE), loads=loads)
+    assert enough.run() == pytest.approx(1000)
+    assert {stretch.technique for stretch in enough.cluster.stretches} == {"on 1"}
+
+
+def test_a_longer_job_goes_on_alone_and_the_others_come_behind_it() -> None:
+    """What is left of a pack is a job like others: it may move, and its device is free behind it."""
+    loads = {"a": LINK, "b": COMPUTE}
+    fleet = VirtualFleet({"n": 1}, {"a": {1: 500.0}, "b": {1: 2000.0}, "c": {1: 100.0}}, loads=loads)
+    assert fleet.run() == pytest.approx(2100)
+    assert [stretch.end for stretch in fleet.stretches("a")] == [pytest.approx(500)]
+
+
+def test_the_jobs_of_a_process_that_was_killed_begin_alone() -> None:
+    loads = {"a": LINK, "b": COMPUTE}
+    fleet = VirtualFleet({"n": 1}, dict.fromkeys(loads, ALONE), loads=loads, interval=100.0)
+    fleet.cluster.at(450.0, lambda: fleet.cluster.kill_job("a"))
+    fleet.run()
+    has_ended(fleet)
+    firsts, others = zip(*(fleet.stretches(name) for name in loads), strict=True)
+    assert {(stretch.start, stretch.end) for stretch in firsts} == {(0.0, 450.0)}
+    assert others[0].end <= others[1].start or others[1].end <= others[0].start
+
+
+def test_a_hanging_job_ends_the_one_beside_it_and_neither_is_set_aside() -> None:
+    loads = {"a": LINK, "b": COMPUTE}
+    hangs = Fault("a", 5000, Trouble.HANGS)
+    fleet = VirtualFleet({"n": 1}, dict.fromkeys(loads, ALONE), loads=loads, faults=[hangs], patience=50.0)
+    fleet.run()
+    has_ended(fleet)
+    assert {name: len(fleet.stretches(name)) for name in loads} == {"a": 2, "b": 2}
 
 
 def test_a_job_that_always_raises_is_set_aside_with_its_error_and_the_others_go_on() -> None:

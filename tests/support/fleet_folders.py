@@ -86,11 +86,11 @@ class Written:
         found = Measured(options=options, refused={key.replace("_", " "): why for key, why in refused.items()})
         self._write("measured", kind=kind_of(self._jobs[name], self._node), measured=found.describe())
 
-    def plan(self, at: float, **jobs: tuple[int, float, float]) -> None:
+    def plan(self, at: float, packs: Sequence[Sequence[str]] = (), **jobs: tuple[int, float, float]) -> None:
         """A plan: option, start and end of each job, after ``at``."""
         makespan = max(end for _, _, end in jobs.values())
         placed = {name: [option, "here", start, end] for name, (option, start, end) in jobs.items()}
-        self.note("plan", at, makespan=makespan, bound=None, jobs=placed)
+        self.note("plan", at, makespan=makespan, bound=None, packs=packs, jobs=placed)
 
     def start(self, at: float, name: str, gang: int, option: int, technique: str, *devices: int) -> None:
         more = {"option": option, "technique": technique, "node": "here", "devices": list(devices)}

@@ -34,12 +34,14 @@ class _Gang:
 
     Attributes:
         reader: Of its job's progress; None for a search or a trial.
+        process: Number of the gang whose process it is in: its own, or that of one that it shares a device with.
         statuses: Exit statuses of the ranks that have ended.
         is_killed: Whether the fleet has killed it.
     """
 
     order: Order
     reader: ProgressReader | None
+    process: int
     statuses: dict[int, int] = field(default_factory=dict)
     is_killed: bool = False
 
@@ -48,28 +50,31 @@ class EmbeddedCluster:
     """This machine as a cluster of one node.
 
     Args:
-        lock: File that is locked as long as workers live, also after the end of this process.
+        locks: Files that are locked as long as workers live, also after the end of this process.
 
     Raises:
         FleetInUse: Workers of an earlier fleet have not ended.
     """
 
-    def __init__(self, devices: Sequence[Device], *, lock: Path, name: str = "here") -> None:
+    def __init__(self, devices: Sequence[Device], *, locks: Sequence[Path], name: str = "here") -> None:
         self._node = Node(name=name, devices=tuple(devices), cores=len(os.sched_getaffinity(0)))
         self._gangs: dict[int, _Gang] = {}
         self._told: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        locked = _locked(lock)
+        locked: list[int] = []
         try:
+            for lock in locks:
+                locked.append(_locked(lock))
             self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "hydra_ext.fleet.cluster.zygote", str(locked)],
+                [sys.executable, "-m", "hydra_ext.fleet.cluster.zygote", *map(str, locked)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=_environment(),
                 start_new_session=True,
-                pass_fds=[locked],
+                pass_fds=locked,
             )
         finally:
-            os.close(locked)  # the workers have it now
+            for each in locked:
+                os.close(each)  # the workers have it now
         self._listener = threading.Thread(target=self._listen, name="hydra_ext fleet", daemon=True)
         self._listener.start()
         if self._next(_START) is None:
@@ -86,23 +91,32 @@ class EmbeddedCluster:
         return time.monotonic()
 
     def start(self, order: Order, node: str, devices: Sequence[int]) -> None:
-        Path(order.folder).mkdir(parents=True, exist_ok=True)
-        reader = None
-        if order.task is Task.TRAIN:
-            reader = ProgressReader(order.progress_file)
-            reader.skip_to_end()
-        self._gangs[order.gang] = _Gang(order, reader)
+        for each in order.together:
+            Path(each.folder).mkdir(parents=True, exist_ok=True)
+            reader = None
+            if each.task is Task.TRAIN:
+                reader = ProgressReader(each.progress_file)
+                reader.skip_to_end()
+            self._gangs[each.gang] = _Gang(each, reader, process=order.gang)
         log = str(Path(order.folder) / "log.txt")
         for rank in range(len(order.devices)) if order.task is not Task.SEARCH else (0,):
             self._ask({"start": order.gang, "rank": rank, "order": order.describe(), "log": log})
 
     def stop(self, gang: int) -> None:
-        self._ask({"signal": int(signal.SIGTERM), "gang": gang})
+        found = self._gangs.get(gang)
+        if found is None:
+            return
+        if self._beside(found):
+            found.order.stop_file.touch()  # a signal would reach them all
+        else:
+            self._ask({"signal": int(signal.SIGTERM), "gang": found.process})
 
     def kill(self, gang: int) -> None:
         if gang in self._gangs:
-            self._gangs[gang].is_killed = True
-            self._ask({"signal": int(signal.SIGKILL), "gang": gang})
+            process = self._gangs[gang].process
+            for each in self._sharing(process):
+                each.is_killed = True
+            self._ask({"signal": int(signal.SIGKILL), "gang": process})
 
     def wait(self, seconds: float) -> Sequence[Event]:
         until = time.monotonic() + seconds
@@ -149,32 +163,49 @@ class EmbeddedCluster:
             raise StateError("the process that workers are forked from was killed: call resume() on the fleet's folder")
         return told
 
+    def _sharing(self, process: int) -> list[_Gang]:
+        """The gangs in a process that have not ended."""
+        return [gang for gang in self._gangs.values() if gang.process == process]
+
+    def _beside(self, gang: _Gang) -> list[_Gang]:
+        """The gangs that share its process, and have not left it."""
+        return [each for each in self._sharing(gang.process) if each is not gang and not each.statuses]
+
     def _progress(self) -> list[Event]:
-        return [
-            Progress(gang=number, record=record)
-            for number, gang in self._gangs.items()
-            if gang.reader is not None
-            for record in gang.reader.read()
-        ]
+        return [event for gang in list(self._gangs.values()) for event in (*self._heard(gang), *self._left(gang))]
+
+    def _heard(self, gang: _Gang) -> list[Event]:
+        records = () if gang.reader is None else gang.reader.read()
+        return [Progress(gang=gang.order.gang, record=record) for record in records]
+
+    def _left(self, gang: _Gang) -> list[Event]:
+        """The end of a gang that shares its process. That of the last one is the end of the process."""
+        order = gang.order
+        if order.task is not Task.TRAIN or gang.statuses or not order.result_file.exists():
+            return []
+        gang.statuses[0] = json.loads(order.result_file.read_text())
+        return self._end(gang) if self._beside(gang) else []
 
     def _ended(self, told: Mapping[str, Any]) -> list[Event]:
         """The end of a rank; the first one that fails ends the others, which would wait for it."""
-        number = told.get("ended")
-        gang = self._gangs.get(number) if isinstance(number, int) else None
-        if gang is None or number is None:
-            return []
-        gang.statuses[told["rank"]] = told["status"]
-        order = gang.order
-        ranks = 1 if order.task is Task.SEARCH else len(order.devices)
-        if told["status"] and len(gang.statuses) == 1 < ranks:
-            self._ask({"signal": int(signal.SIGKILL), "gang": number})
-        if len(gang.statuses) < ranks:
-            return []
-        events: list[Event] = []
-        if gang.reader is not None:
-            events += [Progress(gang=number, record=record) for record in gang.reader.read()]
-        del self._gangs[number]
-        return [*events, Ended(gang=number, failure=failure_of(order, gang.statuses, is_killed=gang.is_killed))]
+        process = told.get("ended", -1)
+        events = [event for gang in self._sharing(process) for event in (*self._heard(gang), *self._left(gang))]
+        for gang in self._sharing(process):
+            gang.statuses.setdefault(told["rank"], told["status"])
+            order = gang.order
+            ranks = 1 if order.task is Task.SEARCH else len(order.devices)
+            if told["status"] and len(gang.statuses) == 1 < ranks:
+                self._ask({"signal": int(signal.SIGKILL), "gang": gang.process})
+            if len(gang.statuses) == ranks:
+                events += self._end(gang)
+        return events
+
+    def _end(self, gang: _Gang) -> list[Event]:
+        order, heard = gang.order, self._heard(gang)
+        del self._gangs[order.gang]
+        for left in (order.stop_file, order.result_file) if order.task is Task.TRAIN else ():
+            left.unlink(missing_ok=True)
+        return [*heard, Ended(gang=order.gang, failure=failure_of(order, gang.statuses, is_killed=gang.is_killed))]
 
 
 def _locked(path: Path) -> int:

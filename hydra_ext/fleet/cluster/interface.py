@@ -49,6 +49,8 @@ class Order:
         technique: Place of its class; empty for a search.
         configuration: What the technique has chosen. For a search: under "asked", places of techniques, each with the
             number of devices that it might get.
+        beside: Orders of other jobs that share the device and the process. Each is a gang of its own, and ends by
+            itself.
     """
 
     gang: int
@@ -59,13 +61,26 @@ class Order:
     settings: Settings
     technique: str = ""
     configuration: Mapping[str, Any] = field(default_factory=dict)
+    beside: Sequence[Order] = ()
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of(described: Mapping[str, Any]) -> Order:
-        return Order(**{**described, "task": Task(described["task"]), "settings": Settings(**described["settings"])})
+        return Order(
+            **{
+                **described,
+                "task": Task(described["task"]),
+                "settings": Settings(**described["settings"]),
+                "beside": tuple(Order.of(each) for each in described["beside"]),
+            }
+        )
+
+    @property
+    def together(self) -> Sequence[Order]:
+        """This order and those beside it."""
+        return (self, *self.beside)
 
     @property
     def progress_file(self) -> Path:
@@ -73,8 +88,13 @@ class Order:
 
     @property
     def result_file(self) -> Path:
-        """Where a search or a trial leaves its result."""
+        """Where a search or a trial leaves its result; a job that shares its process, what would be its exit status."""
         return Path(self.folder) / f"gang-{self.gang}.result.json"
+
+    @property
+    def stop_file(self) -> Path:
+        """It asks a job that shares its process to save and end."""
+        return Path(self.folder) / f"gang-{self.gang}.stop"
 
     def error_file(self, rank: int) -> Path:
         return Path(self.folder) / f"gang-{self.gang}.rank-{rank}.error.json"
@@ -109,7 +129,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """All processes of a gang have ended, and its devices are free."""
+    """All processes of a gang have ended, and its devices are free. One that shares them has left its process."""
 
     gang: int
     failure: Failure | None
@@ -128,13 +148,13 @@ class Cluster(Protocol):
         """Seconds of this cluster's clock."""
 
     def start(self, order: Order, node: str, devices: Sequence[int]) -> None:
-        """Starts a gang on some devices of a node. A failure to start is told as its end."""
+        """Starts a gang, and those beside it, on some devices of a node. A failure to start is told as their end."""
 
     def stop(self, gang: int) -> None:
         """Asks a gang to save and end after the step under way."""
 
     def kill(self, gang: int) -> None:
-        """Ends a gang at once."""
+        """Ends a gang at once, and those that share its process."""
 
     def wait(self, seconds: float) -> Sequence[Event]:
         """What has happened; waits up to ``seconds`` for something."""

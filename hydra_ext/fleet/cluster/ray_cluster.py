@@ -1,4 +1,4 @@
-"""Gangs on the nodes of a Ray cluster: a placement group and an actor for each gang.
+"""Gangs on the nodes of a Ray cluster: a placement group and an actor for each gang, or for those that share a device.
 
 A gang's placement group books its devices on one node. Its actor starts there what :class:`EmbeddedCluster` starts on
 this machine, and dies with the fleet's process or its node; its workers die with it. All nodes see the fleet's folder
@@ -28,41 +28,48 @@ _POLL = 0.2  # seconds that an actor waits for news, so that it can be asked to 
 
 
 class GangHost:
-    """The actor of one gang, on the gang's node."""
+    """The actor of one gang and those beside it, on their node."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._order = Order.of(order)
-        folder = Path(self._order.folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        for each in self._order.together:
+            Path(each.folder).mkdir(parents=True, exist_ok=True)
         trains = self._order.task is Task.TRAIN
         self._cluster = EmbeddedCluster(
             [Device.of(dict(each)) for each in self._order.devices],
-            lock=folder / ("workers.lock" if trains else f"gang-{self._order.gang}.lock"),
+            locks=[
+                Path(each.folder) / ("workers.lock" if trains else f"gang-{each.gang}.lock")
+                for each in self._order.together
+            ],
         )
+        self._left = {each.gang for each in self._order.together}  # which have not ended
         self._cluster.start(self._order, "here", range(len(self._order.devices)))
 
     def news(self) -> list[Event]:
         """What has happened, after a short wait."""
         events = list(self._cluster.wait(_POLL))
-        if any(isinstance(event, Ended) for event in events):
+        self._left -= {event.gang for event in events if isinstance(event, Ended)}
+        if not self._left:
             self._cluster.close()
         return events
 
-    def stop(self) -> None:
-        self._cluster.stop(self._order.gang)
+    def stop(self, gang: int) -> None:
+        self._cluster.stop(gang)
 
 
 @dataclass
 class _Gang:
-    """A gang that runs, or waits for its devices.
+    """A gang and those beside it, which run or wait for their devices.
 
     Attributes:
-        node: Where it runs, or will run.
-        host: Its actor.
-        group: Its placement group.
+        numbers: Those of them that have not ended.
+        node: Where they run, or will run.
+        host: Their actor.
+        group: Their placement group.
         news: What the actor was asked last.
     """
 
+    numbers: list[int]
     node: str
     host: Any
     group: Any
@@ -85,7 +92,7 @@ class RayCluster:
         self._ray = _imported()
         self._device = device
         self._resource = _GPU if device.simulated is None else RESOURCE
-        self._gangs: dict[int, _Gang] = {}
+        self._gangs: dict[int, _Gang] = {}  # by the number of each
         self._lost: list[Ended] = []
         self._was_connected = bool(self._ray.is_initialized())
         if not self._was_connected:
@@ -130,22 +137,22 @@ class RayCluster:
             )
             .remote(replace(order, devices=own).describe())
         )
-        self._gangs[order.gang] = _Gang(node, host, group, host.news.remote())
+        numbers = [each.gang for each in order.together]
+        self._gangs |= dict.fromkeys(numbers, _Gang(numbers, node, host, group, host.news.remote()))
 
     def stop(self, gang: int) -> None:
         if gang in self._gangs:
-            self._gangs[gang].host.stop.remote()
+            self._gangs[gang].host.stop.remote(gang)
 
     def kill(self, gang: int) -> None:
         if gang in self._gangs:
-            self._release(gang)
-            self._lost.append(Ended(gang=gang, failure=Failure(message="the fleet has killed it", is_lost=True)))
+            self._lose(self._gangs[gang], "the fleet has killed it")
 
     def wait(self, seconds: float) -> Sequence[Event]:
         self._lose_gangs_of_gone_nodes()
         events: list[Event] = [*self._lost]
         self._lost.clear()
-        asked = {gang.news: number for number, gang in self._gangs.items()}
+        asked = {gang.news: gang for gang in self._gangs.values()}
         if events or not asked:
             if not events:
                 time.sleep(min(seconds, _POLL))
@@ -155,42 +162,51 @@ class RayCluster:
             events += self._news(asked[reference])
         return events
 
-    def _news(self, number: int) -> Iterator[Event]:
-        gang = self._gangs[number]
+    def _news(self, gang: _Gang) -> Iterator[Event]:
         try:
             events = self._ray.get(gang.news)
-        except self._ray.exceptions.RayActorError as error:
-            logger.warning("gang %d is lost: %s", number, error)
-            self._release(number)
-            yield Ended(gang=number, failure=Failure(message=_GONE, is_lost=True))
-            return
         except self._ray.exceptions.RayError as error:
-            self._release(number)
-            yield Ended(gang=number, failure=Failure(message=str(error)))
+            logger.warning("gangs %s are lost: %s", gang.numbers, error)
+            is_lost = isinstance(error, self._ray.exceptions.RayActorError)
+            self._lose(gang, _GONE if is_lost else str(error), is_lost=is_lost)
             return
         yield from events
-        if any(isinstance(event, Ended) for event in events):
-            self._release(number)
-        else:
+        for event in events:
+            if isinstance(event, Ended):
+                gang.numbers.remove(event.gang)
+                del self._gangs[event.gang]
+        if gang.numbers:
             gang.news = gang.host.news.remote()
+        else:
+            self._release(gang)
 
     def _lose_gangs_of_gone_nodes(self) -> None:
         """A gang that waits for a node which has gone would wait for ever."""
         there = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
-        for number in [number for number, gang in self._gangs.items() if gang.node not in there]:
-            self._release(number)
-            self._lost.append(Ended(gang=number, failure=Failure(message=_GONE, is_lost=True)))
+        for gang in self._all():
+            if gang.node not in there:
+                self._lose(gang, _GONE)
 
-    def _release(self, number: int) -> None:
+    def _all(self) -> list[_Gang]:
+        return [gang for number, gang in self._gangs.items() if number == gang.numbers[0]]
+
+    def _lose(self, gang: _Gang, message: str, *, is_lost: bool = True) -> None:
+        """Ends a gang and those beside it, which is told with the next events."""
+        self._release(gang)
+        failure = Failure(message=message, is_lost=is_lost)
+        self._lost += [Ended(gang=number, failure=failure) for number in gang.numbers]
+
+    def _release(self, gang: _Gang) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        gang = self._gangs.pop(number)
+        for number in gang.numbers:
+            del self._gangs[number]
         self._ray.kill(gang.host)
         remove_placement_group(gang.group)
 
     def close(self) -> None:
-        for number in list(self._gangs):
-            self._release(number)
+        for gang in self._all():
+            self._release(gang)
         if not self._was_connected:
             self._ray.shutdown()
 

@@ -24,6 +24,7 @@ from hydra_ext.fleet.cluster.progress import ProgressWriter
 from hydra_ext.fleet.job import Job, seed_of
 from hydra_ext.fleet.techniques import Gang, OwnOptions, Session, Technique
 from hydra_ext.fleet.techniques.building import Batches, seed_everything
+from hydra_ext.runtime.placement.sharing import TenantFigures
 
 WARM_UP, MEASURED = 2, 3  # steps of a trial: the first ones record and plan
 CHECKPOINTS = "ckpt"
@@ -120,7 +121,7 @@ class Loop:
         return _Heard(microbatches, lambda: self._tell("evaluating", step))
 
     def _decided(self, saved: float) -> Decision:
-        if self._is_stopped():
+        if self._is_stopped() or (self._gang.shared is not None and self._order.stop_file.exists()):
             return Decision.STOP
         return Decision.SAVE if time.monotonic() - saved > self._order.settings.interval else Decision.GO
 
@@ -152,21 +153,25 @@ class _Heard(Sequence[Any]):
 def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: float) -> None:
     """Measures a few steps. The first rank leaves the result in the order's file.
 
-    The result has the seconds of opening, of a step and of saving, and a digest of losses and weights.
+    The result has the seconds of opening, of a step and of saving, and a digest of losses and weights. Of a technique
+    that shares its device it also has the seconds in which a step uses each resource.
 
     Args:
         begun: When the process has begun, by ``time.monotonic()``.
     """
     folder = Path(order.folder) / f"gang-{order.gang}.ckpt"
-    batches, losses, seconds = Batches(job), [], []
+    batches, losses, seconds = Batches(job), list[float](), list[float]()
+    figures = list[TenantFigures]()  # of a shared device, before each step and at the end
     with technique.open(job, gang, order.configuration) as session:
         opened = time.monotonic() - begun
         for step in range(min(WARM_UP + MEASURED, job.steps)):
+            figures += [] if gang.shared is None else gang.shared.report().tenants
             begun = time.monotonic()
             microbatches = batches.of_step(step)
             losses.append(session.step(microbatches, job.seeds(step, len(microbatches))))
             gang.device.synchronize()
             seconds.append(time.monotonic() - begun)
+        figures += [] if gang.shared is None else gang.shared.report().tenants
         begun = time.monotonic()
         session.save(folder, {"step": len(losses)})
         saved = time.monotonic() - begun
@@ -174,11 +179,21 @@ def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: 
         result = {
             "open_s": opened,
             "step_s": statistics.median(seconds[WARM_UP:] or seconds[-1:]),
+            "loads": _loads(figures),
             "first_s": seconds[0],
             "save_s": saved,
             "digest": digest(folder, losses),
         }
         write_result(order.result_file, result)
+
+
+def _loads(figures: Sequence[TenantFigures]) -> dict[str, float]:
+    """Seconds in which a step uses each resource of its device, between the figures of the steps that count."""
+    if not figures:
+        return {}
+    first = figures[WARM_UP] if len(figures) > WARM_UP + 1 else figures[-2]
+    steps = max(1, figures[-1].steps - first.steps)
+    return {resource: (seconds - first.loads[resource]) / steps for resource, seconds in figures[-1].loads.items()}
 
 
 def digest(folder: Path, losses: list[float]) -> str:

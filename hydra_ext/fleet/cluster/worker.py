@@ -11,6 +11,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from hydra_ext.fleet.cluster.interface import Order, Task
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.techniques import Gang, WontDo, technique_named
+from hydra_ext.runtime.placement.sharing import SharedDevice
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ FAILED = 1  # exit status; the reason is in the order's error file
 
 
 def run(order: Order, rank: int) -> int:
-    """Carries out an order as one rank of its gang. Returns the process's exit status."""
+    """Carries out an order as one rank of its gang, and those beside it. Returns the process's exit status."""
     begun, stop = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -39,21 +42,48 @@ def run(order: Order, rank: int) -> int:
     sys.path[:] = [*order.settings.path, *(each for each in sys.path if each not in order.settings.path)]
     torch.set_num_threads(order.settings.threads)
     try:
-        job = Job.of(dict(order.job))
         if order.task is Task.SEARCH:
-            _search(order, job)
+            _search(order, Job.of(dict(order.job)))
             return 0
         with _gang(order, rank) as gang:
-            technique = technique_named(order.technique)
-            if order.task is Task.TRIAL:
-                training.try_out(order, job, gang, technique, begun=begun)
-            else:
-                training.Loop(order, job, gang, stop.is_set).run(technique, begun=begun)
+            if technique_named(order.technique).tenants > 1:
+                return _share_device(order, gang, stop, begun)
+            _carry_out(order, gang, stop, begun)
     except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the process ends here
         traceback.print_exc()  # into the job's log
         training.write_result(order.error_file(rank), _told(error))
         return FAILED
     return 0
+
+
+def _carry_out(order: Order, gang: Gang, stop: threading.Event, begun: float) -> None:
+    job, technique = Job.of(dict(order.job)), technique_named(order.technique)
+    if order.task is Task.TRIAL:
+        training.try_out(order, job, gang, technique, begun=begun)
+    else:
+        training.Loop(order, job, gang, stop.is_set).run(technique, begun=begun)
+
+
+def _share_device(order: Order, gang: Gang, stop: threading.Event, begun: float) -> int:
+    """Carries out all orders of this process side by side, each in its turns. Returns the exit status."""
+    device = SharedDevice(gang.device.given, budget=gang.device.budget)
+    sharing = replace(gang, shared=device)
+    statuses: list[int] = device.run(*[partial(_tenant, each, sharing, stop, begun) for each in order.together])
+    return max(statuses)
+
+
+def _tenant(order: Order, gang: Gang, stop: threading.Event, begun: float) -> int:
+    """Carries out one order. What it raises is no matter of the others. Returns what would be its exit status."""
+    status = 0
+    try:
+        _carry_out(order, gang, stop, begun)
+    except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the tenant ends here
+        traceback.print_exc()
+        training.write_result(order.error_file(gang.rank), _told(error))
+        status = FAILED
+    if order.task is Task.TRAIN:
+        training.write_result(order.result_file, status)
+    return status
 
 
 def _told(error: BaseException) -> dict[str, Any]:
@@ -95,6 +125,7 @@ def _search(order: Order, job: Job) -> None:
         technique = technique_named(place)
         answer: dict[str, Any] = {"technique": place, "devices": count, "configuration": None, "why_not": ""}
         answer |= {"bound": "" if technique.exact else technique.bound, "smallest_budget": None, "name": technique.name}
+        answer["tenants"] = technique.tenants
         try:
             if job.exact and not technique.exact:
                 raise WontDo(f"exact=True rules it out: {technique.bound}")

@@ -146,8 +146,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the fleet's
     # The pipes get descriptors of their own: what a library prints must not come between the lines.
     asked, told = os.dup(0), os.dup(1)
-    # Workers hold the lock, and programs that they start do not.
-    os.set_inheritable(int(sys.argv[1]), False)
+    # Workers hold the locks, and programs that they start do not.
+    for locked in map(int, sys.argv[1:]):
+        os.set_inheritable(locked, False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     for module in _PRELOADED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydra_ext.fleet.history import Foreseen, History, JobHistory, Move
 
@@ -18,6 +18,8 @@ class Bar:
     Attributes:
         text: What the bar stands for, in words.
         failure: Why it ended before its time; None if it did not.
+        part: Which part of the row's height it has, from above: jobs that share a device lie one upon the other.
+        parts: Into how many the height is divided.
     """
 
     row: Row
@@ -26,6 +28,8 @@ class Bar:
     end: float
     text: str
     failure: str | None = None
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +52,46 @@ def planned(past: History) -> list[Bar]:
         return []
     bars: list[Bar] = []
     free_from: dict[Row, float] = {}
-    for name, job in sorted(past.plans[0].jobs.items(), key=lambda item: (item[1].start, item[0])):
+    plan, rows_of = past.plans[0], dict[str, list[Row]]()
+    first_of = {name: pack[0] for pack in plan.packs for name in pack}
+    for name, job in sorted(plan.jobs.items(), key=lambda item: (item[1].start, item[0])):
         text = f"{name}, planned: {job.technique} on {job.devices}, {_times(job.start, job.end)}"
-        for row in _first_free(job, free_from):
-            free_from[row] = job.end
+        for row in rows_of.setdefault(first_of.get(name, name), _first_free(job, free_from)):
+            free_from[row] = max(job.end, free_from.get(row, 0.0))
             bars.append(Bar(row=row, job=name, start=job.start, end=job.end, text=text))
-    return bars
+    return _stacked(bars)
+
+
+def _stacked(bars: Sequence[Bar]) -> list[Bar]:
+    """The bars, of which those that share a row at some time have a part of its height."""
+    found: list[Bar] = []
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        start = bar.start + _slack(bar.start)
+        beside = [number for number, each in enumerate(found) if each.row == bar.row and each.end > start]
+        taken = {found[number].part for number in beside}
+        part = next(number for number in range(len(taken) + 1) if number not in taken)
+        parts = max([part + 1, *(found[number].parts for number in beside)])
+        for number in beside:
+            found[number] = replace(found[number], parts=parts)
+        found.append(replace(bar, part=part, parts=parts))
+    return found
 
 
 def _first_free(job: Foreseen, free_from: dict[Row, float]) -> list[Row]:
     """The node's first devices that are free when a job starts. There are so many, or it would start later."""
-    slack = 1e-9 * max(1.0, job.end)  # starts are sums of other jobs' seconds
     found: list[Row] = []
     number = 0
     while len(found) < job.devices:
         row = job.node, number
-        if free_from.get(row, 0.0) <= job.start + slack:
+        if free_from.get(row, 0.0) <= job.start + _slack(job.end):
             found.append(row)
         number += 1
     return found
+
+
+def _slack(seconds: float) -> float:
+    """Starts are sums of other jobs' seconds."""
+    return 1e-9 * max(1.0, seconds)
 
 
 def real(past: History) -> list[Bar]:
@@ -89,7 +114,7 @@ def real(past: History) -> list[Bar]:
                 )
                 for device in stretch.devices
             ]
-    return bars
+    return _stacked(bars)
 
 
 def moves(past: History) -> list[Mark]:

@@ -139,11 +139,12 @@ def gantt(
 
 
 def _draw_bar(chart: Chart, jobs: Sequence[str], bar: Bar, top: float, scale: Scale) -> None:
-    left, right, y = scale(bar.start), scale(bar.end), top + (_ROW - _BAR) / 2
+    height = _BAR / bar.parts
+    left, right, y = scale(bar.start), scale(bar.end), top + (_ROW - _BAR) / 2 + bar.part * height
     width = max(right - left, 1.0)
-    chart.rectangle(left, y, width, _BAR, f"bar fill{colour_of(jobs, bar.job)}", bar.text)
+    chart.rectangle(left, y, width, height, f"bar fill{colour_of(jobs, bar.job)}", bar.text)
     room = int((width - 6) / _CHARACTER)
-    if len(bar.job) <= room:
+    if len(bar.job) <= room and bar.parts == 1:
         chart.text(left + 4, y + _BAR / 2 + 4, bar.job, kind="inside")
 
 

@@ -16,7 +16,7 @@ from hydra_ext.fleet.cluster.progress import Track
 from hydra_ext.fleet.history import FLEET_ENDED, Activity, Foreseen, History, JobHistory, PastPlan
 from hydra_ext.fleet.reporting import memory
 from hydra_ext.fleet.results import aligned, text_of
-from hydra_ext.fleet.scheduling.scheduler import ENDED, JobState
+from hydra_ext.fleet.scheduling.records import ENDED, JobState
 
 _SLACK = 1e-6  # seconds: starts in a plan are sums of other jobs' seconds
 COLUMNS = ("job", "state", "technique", "devices", "steps", "loss", "s/step", "left", "memory", "failures")

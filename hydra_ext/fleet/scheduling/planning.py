@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 from hydra_ext.plan import solve
 
-_LEAST_GAIN = 0.01  # of the makespan: a plan that gains less is within what estimates are wrong by
+LEAST_GAIN = 0.01  # of the makespan: a plan that gains less is within what estimates are wrong by
 _CHANGES = 40  # for each job, that are tried to improve a plan
 _MOST_PLACED = 30_000  # jobs placed in all these, which takes a few tenths of a second
 
@@ -87,10 +87,12 @@ class FleetPlan:
     Attributes:
         jobs: By name.
         bound: Seconds that no plan can stay below; None if it is unknown.
+        packs: Names of jobs that share a device.
     """
 
     jobs: Mapping[str, Placed]
     bound: float | None = None
+    packs: Sequence[tuple[str, ...]] = ()
 
     @property
     def makespan(self) -> float:
@@ -117,7 +119,7 @@ def make_plan(works: Sequence[Work], nodes: Mapping[str, int], *, seed: int, bef
     """
     bound = lower_bound(works, nodes)
     followed = None if before is None else follow_plan(works, nodes, before)
-    if followed is not None and followed.makespan * (1 - _LEAST_GAIN) <= bound:
+    if followed is not None and followed.makespan * (1 - LEAST_GAIN) <= bound:
         return replace(followed, bound=bound)
     rng = random.Random(seed)
     best = _solved([_as_it_runs(work) for work in works], works, nodes, seed)
@@ -130,7 +132,7 @@ def make_plan(works: Sequence[Work], nodes: Mapping[str, int], *, seed: int, bef
         moving = min(best, _solved(works, works, nodes, seed), key=lambda plan: plan.makespan)
         moving = _with_fewer_moves(_improved(moving, works, nodes, works, rng), works, nodes)
         best = min(best, _without_moves(moving, works, nodes), key=lambda plan: plan.makespan)
-        if moving.makespan < best.makespan * (1 - _LEAST_GAIN):
+        if moving.makespan < best.makespan * (1 - LEAST_GAIN):
             best = moving
     return replace(best, bound=max(bound, best.bound or 0.0))
 

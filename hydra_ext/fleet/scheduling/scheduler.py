@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra_ext.errors import StateError
 from hydra_ext.fleet.cluster.interface import Cluster, Event, Failure, Node, Order, Progress, Task
-from hydra_ext.fleet.scheduling.planning import Choice, FleetPlan, Held, Planner, Work, make_plan
+from hydra_ext.fleet.scheduling.packing import Pack, may_share, paired, slowdown, together
+from hydra_ext.fleet.scheduling.planning import LEAST_GAIN, FleetPlan, Placed, Planner, Work, make_plan
+from hydra_ext.fleet.scheduling.records import ENDED, SHORTEST, JobRecord, JobState, Running
 from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.scheduling.trials import Option
 
@@ -24,135 +25,6 @@ _OPEN = 5.0  # seconds to add to the patience for a gang's first step, at least:
 _WEIGHT = 0.2  # of a new step in the mean of a job's seconds a step
 _AS_PLANNED = 0.05  # of the makespan: a job that ends so much earlier or later than planned leaves the plan as it is
 _REST = 20  # times the seconds that a plan has taken pass before the next one, so that devices do not wait for plans
-_SHORTEST = 1e-6  # seconds: no job takes less
-
-
-class JobState(str, Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    MOVING = "moving"  # saves and ends, to go on with another option
-    STOPPING = "stopping"  # saves and ends, and does not go on
-    DONE = "done"
-    STOPPED = "stopped"
-    SET_ASIDE = "set aside"  # failed too often
-
-
-ENDED = (JobState.DONE, JobState.STOPPED, JobState.SET_ASIDE)
-
-
-@dataclass
-class Running:
-    """A job's gang.
-
-    Attributes:
-        heard: When it has last told something, or has started.
-        opened: Whether the model is built.
-        stepped: Whether it has made a step.
-        verdict: Why it was killed; empty if it was not.
-    """
-
-    gang: int
-    option: int
-    node: str
-    devices: tuple[int, ...]
-    heard: float
-    opened: bool = field(default=False, init=False)
-    stepped: bool = field(default=False, init=False)
-    verdict: str = field(default="", init=False)
-
-
-@dataclass
-class JobRecord:
-    """What the fleet knows of a job.
-
-    Attributes:
-        job: As :meth:`hydra_ext.fleet.Job.describe` gives it.
-        options: Ways to run it.
-        folder: Of its checkpoints and progress.
-        step: Steps made, as far as is known.
-        saved: Steps of the newest checkpoint.
-        state: What it does now.
-        seconds: Of a step with each option, by what was seen in trials and since.
-        failures: Messages of failures since the checkpoint before.
-        evaluation: The result of ``evaluate``.
-        running: Its gang; None if it has none.
-        last_devices: Where its last gang has failed; None if it has not.
-    """
-
-    job: Mapping[str, Any]
-    options: Sequence[Option]
-    folder: str
-    step: int = 0
-    saved: int = 0
-    state: JobState = field(default=JobState.WAITING, init=False)
-    seconds: list[float] = field(init=False)
-    failures: list[str] = field(default_factory=list, init=False)
-    evaluation: float | None = field(default=None, init=False)
-    running: Running | None = field(default=None, init=False)
-    last_devices: tuple[str, tuple[int, ...]] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.take_options(self.options)
-
-    def take_options(self, options: Sequence[Option]) -> None:
-        """Takes the ways to run it, which trials have found."""
-        self.options = options
-        self.seconds = [option.step_s for option in options]
-
-    @property
-    def name(self) -> str:
-        return str(self.job["name"])
-
-    def work(self, now: float, interval: float) -> Work:
-        """The job for the planner: what is left of it.
-
-        Args:
-            interval: Seconds between checkpoints.
-        """
-        left, running = max(0, int(self.job["steps"]) - self.step), self.running
-        if running is None:
-            return Work(name=self.name, choices=[self._choice(each, left, interval) for each in self._numbers()])
-        option, since = self.options[running.option], now - running.heard
-        # Of what it does now: it opens, makes a step, or saves behind the last one.
-        under_way = self.seconds[running.option] if left else option.save_s
-        rest = max(0.0, (under_way if running.opened else option.open_s) - since)
-        goes_on = self.state is JobState.RUNNING and not running.verdict
-        leave = rest + option.save_s if left and not running.verdict else rest
-        behind = left - 1 if running.opened and left else left
-        choices = [self._choice(each, behind, interval) for each in self._numbers()]
-        if goes_on:
-            choices[running.option] = self._going_on(left, running, since, interval)
-        return Work(
-            name=self.name,
-            choices=choices,
-            held=Held(
-                node=running.node,
-                devices=len(running.devices),
-                option=running.option if goes_on else None,
-                leave=leave,
-            ),
-        )
-
-    def _numbers(self) -> range:
-        return range(len(self.options))
-
-    def _choice(self, number: int, left: int, interval: float) -> Choice:
-        """From a gang's start on."""
-        option, step = self.options[number], self.seconds[number]
-        seconds = option.open_s + left * step + option.save_s * _saves(left * step, step, interval)
-        return Choice(devices=option.devices, seconds=max(seconds, _SHORTEST))
-
-    def _going_on(self, left: int, running: Running, since: float, interval: float) -> Choice:
-        option, step = self.options[running.option], self.seconds[running.option]
-        steps = left * step - (min(since, step) if running.opened and left else 0.0)
-        opening = 0.0 if running.opened else max(0.0, option.open_s - since)
-        saving = option.save_s * _saves(steps, step, interval) if left else max(0.0, option.save_s - since)
-        return Choice(devices=option.devices, seconds=max(opening + steps + saving, _SHORTEST))
-
-
-def _saves(steps: float, step: float, interval: float) -> float:
-    """Checkpoints in so many seconds of steps, and the last one; there is one between two steps at most."""
-    return 1 + steps / max(interval, step)
 
 
 class _Agenda:
@@ -347,13 +219,10 @@ class Scheduler:
         sizes = {name: len(node.devices) for name, node in self._nodes.items()}
         most = max(sizes.values(), default=0)
         planned = [job for job in self._open_jobs() if _least_devices(job) <= most]
-        works = [self._work(job, now) for job in planned]
-        # The number of the plan as seed: each search takes other ways, and the plan that is followed stays if it is
-        # better.
-        before = None if self._plan is None else _from(self._plan, now - self._agenda.made)
-        self._plan = self._planner(works, sizes, seed=self.plans, before=before) if works else FleetPlan(jobs={})
+        packs = self._packs(planned, now)
+        self._plan = self._best(packs, sizes, now) if packs else FleetPlan(jobs={})
         self._agenda.note(now, self._cluster.now())
-        if not works:
+        if not packs:
             return
         self.plans += 1
         self._record(
@@ -361,20 +230,58 @@ class Scheduler:
             at=now,
             makespan=self._plan.makespan,
             bound=self._plan.bound,
+            packs=self._plan.packs,
             jobs={name: [each.option, each.node, each.start, each.end] for name, each in self._plan.jobs.items()},
         )
-        for job, work in zip(planned, works, strict=True):
+        for pack in packs:
+            job, work = pack.jobs[0], pack.work
             option = self._plan.jobs[job.name].option
-            if job.running is not None and work.option is not None and option != work.option:
+            if len(pack.jobs) == 1 and job.running is not None and work.option is not None and option != work.option:
                 job.state = JobState.MOVING
                 self._record("move", job=job.name, at=now, option=option)
                 self._cluster.stop(job.running.gang)
 
-    def _work(self, job: JobRecord, now: float) -> Work:
-        work = job.work(now, self._settings.interval)
+    def _packs(self, jobs: Sequence[JobRecord], now: float) -> list[Pack]:
+        """The jobs that share devices now, and the others."""
+        processes: dict[int, list[JobRecord]] = {}
+        packs = []
+        for job in jobs:
+            if job.running is None:
+                packs.append(Pack((job,), job.work(now, self._settings.interval)))
+            else:
+                processes.setdefault(job.running.process, []).append(job)
+        for sharing in processes.values():
+            if len(sharing) > 1:
+                packs.append(together(sharing, now, self._settings.interval))
+            else:
+                packs.append(Pack(tuple(sharing), sharing[0].work(now, self._settings.interval)))
+        return [replace(pack, work=self._held_on_nodes(pack.work)) for pack in packs]
+
+    def _held_on_nodes(self, work: Work) -> Work:
         if work.held is not None and work.held.node not in self._nodes:
             return replace(work, held=None)  # its gang is lost, and its end is about to be told
         return work
+
+    def _best(self, packs: Sequence[Pack], sizes: Mapping[str, int], now: float) -> FleetPlan:
+        """The plan without further packs, or the one with them if it gains."""
+        plan = self._planned(packs, sizes, now)
+        pairs = paired(packs, now, self._settings.interval)
+        if len(pairs) == len(packs):
+            return plan
+        other = self._planned(pairs, sizes, now)
+        best = other if other.makespan < plan.makespan * (1 - LEAST_GAIN) else plan
+        return replace(best, bound=None)  # which holds for these packs only
+
+    def _planned(self, packs: Sequence[Pack], sizes: Mapping[str, int], now: float) -> FleetPlan:
+        """A plan of jobs, by one of packs."""
+        # The number of the plan as seed: each search takes other ways, and the plan that is followed stays if it is
+        # better.
+        before = None if self._plan is None else _of_packs(self._plan, packs, now - self._agenda.made)
+        plan = self._planner([pack.work for pack in packs], sizes, seed=self.plans, before=before)
+        jobs: dict[str, Placed] = {}
+        for pack in packs:
+            jobs |= pack.placed(plan.jobs[pack.work.name])
+        return FleetPlan(jobs=jobs, bound=plan.bound, packs=[pack.names for pack in packs if len(pack.jobs) > 1])
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
@@ -390,13 +297,15 @@ class Scheduler:
         blocked = set()
         for job in waiting:
             option, node = placed[job.name].option, self._nodes.get(placed[job.name].node)
-            if node is None or node.name in blocked:
+            if node is None or node.name in blocked or job.state is JobState.RUNNING:
                 continue
             free, needed = self._free_devices(node, job), job.options[option].devices
             if job.state is JobState.MOVING or len(free) < needed:
                 blocked.add(node.name)
-            else:
-                self._start(job, option, node, tuple(free[:needed]))
+                continue
+            pack = next((names for names in self._plan.packs if job.name in names), ())
+            beside = [each for each in waiting if each is not job and each.name in pack and may_share(each)]
+            self._start([job, *(beside if may_share(job) else ())], node, tuple(free[:needed]))
 
     def _free_devices(self, node: Node, job: JobRecord) -> list[int]:
         """Those of a node; behind the others the ones where the job has failed last."""
@@ -410,32 +319,46 @@ class Scheduler:
         free = [device for device in range(len(node.devices)) if device not in taken]
         return sorted(free, key=lambda device: (device in avoided, device))
 
-    def _start(self, job: JobRecord, option: int, node: Node, devices: tuple[int, ...]) -> None:
-        chosen, now = job.options[option], self._cluster.now()
-        order = Order(
+    def _start(self, jobs: Sequence[JobRecord], node: Node, devices: tuple[int, ...]) -> None:
+        """Starts a job, and those that share the device with it."""
+        chosen = [job.options[self._option(job)] for job in jobs]
+        factor = slowdown(chosen) if len(jobs) > 1 else 1.0
+        orders = [self._order(job, option, node, devices) for job, option in zip(jobs, chosen, strict=True)]
+        now = self._cluster.now()
+        for job, option, order in zip(jobs, chosen, orders, strict=True):
+            number = self._option(job)
+            job.state = JobState.RUNNING
+            job.running = Running(order.gang, number, node.name, devices, orders[0].gang, now)
+            if len(jobs) > 1:
+                job.seconds[number] = option.step_s * factor
+            self._running[order.gang] = job
+            self._record(
+                "start",
+                job=job.name,
+                gang=order.gang,
+                at=now,
+                option=number,
+                technique=option.name,
+                node=node.name,
+                devices=list(devices),
+            )
+        self._cluster.start(replace(orders[0], beside=tuple(orders[1:])), node.name, devices)
+
+    def _option(self, job: JobRecord) -> int:
+        """Of a job that waits: the one in the plan."""
+        return 0 if self._plan is None else self._plan.jobs[job.name].option
+
+    def _order(self, job: JobRecord, option: Option, node: Node, devices: Sequence[int]) -> Order:
+        return Order(
             gang=next(self._gangs),
             task=Task.TRAIN,
             job=job.job,
             folder=job.folder,
             devices=[node.devices[device].describe() for device in devices],
             settings=self._settings,
-            technique=chosen.technique,
-            configuration=chosen.configuration,
+            technique=option.technique,
+            configuration=option.configuration,
         )
-        job.state = JobState.RUNNING
-        job.running = Running(order.gang, option, node.name, devices, now)
-        self._running[order.gang] = job
-        self._record(
-            "start",
-            job=job.name,
-            gang=order.gang,
-            at=now,
-            option=option,
-            technique=chosen.name,
-            node=node.name,
-            devices=list(devices),
-        )
-        self._cluster.start(order, node.name, devices)
 
     def _too_large(self) -> StateError:
         job = self._open_jobs()[0]
@@ -458,8 +381,13 @@ class Scheduler:
         running = job.running
         if running is None or running.verdict:
             return float("inf")
-        opening = 0.0 if running.stepped else max(_OPEN, job.options[running.option].open_s)
+        opening = 0.0 if running.stepped else max(_OPEN, sum(_option_of(each).open_s for each in self._in(running)))
         return running.heard + self._settings.patience + opening
+
+    def _in(self, running: Running) -> list[JobRecord]:
+        """The jobs in a process."""
+        jobs = self._running.values()
+        return [job for job in jobs if job.running is not None and job.running.process == running.process]
 
     def _look_for_hanging(self) -> None:
         now = self._cluster.now()
@@ -499,9 +427,13 @@ class Scheduler:
             self._stop(job)
 
     def _hear_end(self, job: JobRecord, running: Running, failure: Failure | None) -> None:
+        sharing, now = self._in(running), self._cluster.now()
+        if len(sharing) == 2:  # the other one has the device alone now
+            other = sharing[0] if sharing[1] is job else sharing[1]
+            if other.running is not None:
+                other.seconds[other.running.option] /= slowdown([_option_of(each) for each in sharing])
         job.running = None
         del self._running[running.gang]
-        now = self._cluster.now()
         if failure is not None and running.verdict:
             failure = replace(failure, message=running.verdict)
         elif failure is None and job.state is JobState.RUNNING:
@@ -550,18 +482,26 @@ class Scheduler:
         if job.state is JobState.MOVING:
             return True
         late = now - self._agenda.made - self._plan.jobs[job.name].end
-        is_on_time = abs(late) <= _AS_PLANNED * max(self._plan.makespan, _SHORTEST)
+        is_on_time = abs(late) <= _AS_PLANNED * max(self._plan.makespan, SHORTEST)
         return is_on_time and any(each.state is JobState.WAITING for each in self._jobs.values())
+
+
+def _option_of(job: JobRecord) -> Option:
+    """The option that a job runs with."""
+    return job.options[0 if job.running is None else job.running.option]
 
 
 def _least_devices(job: JobRecord) -> int:
     return min(option.devices for option in job.options)
 
 
-def _from(plan: FleetPlan, seconds: float) -> FleetPlan:
-    """A plan, with its times counted from a later moment."""
-    moved = {
-        name: replace(placed, start=placed.start - seconds, end=placed.end - seconds)
-        for name, placed in plan.jobs.items()
-    }
-    return replace(plan, jobs=moved)
+def _of_packs(plan: FleetPlan, packs: Sequence[Pack], seconds: float) -> FleetPlan:
+    """A plan of jobs as one of packs, with its times counted from a later moment. Packs that are new are not in it."""
+    found = {}
+    for pack in packs:
+        placed = plan.jobs.get(pack.names[0])
+        if placed is not None and (not pack.options or pack.names in plan.packs):
+            option = 0 if pack.options else placed.option
+            moved = replace(placed, option=option, start=placed.start - seconds, end=placed.end - seconds)
+            found[pack.work.name] = moved
+    return FleetPlan(jobs=found, bound=plan.bound)

@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Option:
         step_s: Seconds of a step.
         open_s: Seconds from the start of the processes to the first step.
         save_s: Seconds of a checkpoint.
+        tenants: How many jobs may share the device.
+        loads: Where they may: seconds in which a step uses each resource of the device.
     """
 
     technique: str
@@ -48,6 +50,8 @@ class Option:
     step_s: float
     open_s: float
     save_s: float
+    tenants: int = 1
+    loads: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +179,7 @@ class Trials:
             failure = failures[order.gang]
             if failure is not None:
                 raise InvalidJob(f"job {order.job['name']!r} cannot be built: {failure.message}\n{failure.trace}")
-            answers[kind] = _with_one_reference(json.loads(order.result_file.read_text()), self._techniques)
+            answers[kind] = _with_references(json.loads(order.result_file.read_text()), self._techniques)
         return answers
 
     def _order(
@@ -240,9 +244,9 @@ def _concluded(
             refused[_label(answer)] = failure.message
             budgets.append(failure.smallest_budget)
             continue
-        facts = {key: answer[key] for key in ("technique", "name", "devices", "configuration", "bound")}
+        facts = {key: answer[key] for key in ("technique", "name", "devices", "configuration", "bound", "tenants")}
         trial = json.loads(order.result_file.read_text())
-        options.append(Option(**facts, **{key: trial[key] for key in ("step_s", "open_s", "save_s")}))
+        options.append(Option(**facts, **{key: trial[key] for key in ("step_s", "open_s", "save_s", "loads")}))
         digests.append(trial["digest"])
     if exact:
         options = _exact_ones(options, digests, refused)
@@ -292,17 +296,18 @@ def _tried(place: str, most: int) -> list[int]:
     return [each for each in counts if each & (each - 1) == 0 or each == most]
 
 
-def _with_one_reference(answers: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """The answers of the techniques that are wanted, and of the first reference that would do, if none of these is one.
+def _with_references(answers: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """The answers of the techniques that are wanted, and of the references that would do, if none of these is one.
 
-    Where only references are wanted there is nothing to compare.
+    All of them, as one that would do by its size may still fail. Where only references are wanted there is nothing to
+    compare.
     """
     own = [answer for answer in answers if answer["technique"] in wanted]
     doing = [answer for answer in own if answer["configuration"] is not None]
     if any(answer["technique"] in _REFERENCES for answer in doing) or not doing:
         return own
     others = [each for each in answers if each["technique"] not in wanted and each["configuration"] is not None]
-    return [*own, *others[:1]]
+    return [*own, *others]
 
 
 def _devices(node: Node, answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

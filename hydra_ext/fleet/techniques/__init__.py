@@ -7,6 +7,6 @@ training loop (:mod:`hydra_ext.fleet.cluster.training`) is the same for all of t
 from __future__ import annotations
 
 from hydra_ext.fleet.techniques.interface import Gang, OwnOptions, Session, Technique, WontDo
-from hydra_ext.fleet.techniques.registry import BUILT_IN, technique_named
+from hydra_ext.fleet.techniques.registry import DEFAULT, technique_named
 
-__all__ = ["BUILT_IN", "Gang", "OwnOptions", "Session", "Technique", "WontDo", "technique_named"]
+__all__ = ["DEFAULT", "Gang", "OwnOptions", "Session", "Technique", "WontDo", "technique_named"]

@@ -30,8 +30,12 @@ def plain_bytes(job: Job) -> int:
     return plan.ideal_bytes + trained
 
 
-def expect_fit(job: Job, budget: int) -> None:
+def expect_fit(job: Job, budget: int, *, tenants: int = 1) -> None:
     """
+    Args:
+        budget: Of the device.
+        tenants: How many jobs share it.
+
     Raises:
         WontDo: No plan for offloading fits the budget.
     """
@@ -42,10 +46,11 @@ def expect_fit(job: Job, budget: int) -> None:
             microbatches[0],
             lambda each: job.loss(model, each),
             microbatches=len(microbatches),
-            budget=budget,
+            budget=budget // tenants,
         )
     except BudgetTooSmall as error:
-        raise WontDo(str(error), smallest_budget=error.smallest_budget) from error
+        part = "" if tenants == 1 else f"its part of a device that {tenants} jobs share is too small: "
+        raise WontDo(f"{part}{error}", smallest_budget=tenants * error.smallest_budget) from error
     except HostBudgetTooSmall as error:
         raise WontDo(str(error)) from error
     except NotOnFakeTensors:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
+from hydra_ext.runtime.placement.sharing import SharedDevice
 
 Configuration = Mapping[str, Any]
 """What a technique has chosen for a job on some devices, as JSON."""
@@ -44,11 +45,13 @@ class Gang:
         device: Of this rank.
         rank: Number of this rank.
         ranks: Number of all.
+        shared: The device as the jobs of this process share it; None where a job has a process of its own.
     """
 
     device: Device
     rank: int
     ranks: int
+    shared: SharedDevice | None = None
 
     def mean(self, losses: torch.Tensor) -> float:
         """The mean of all ranks' losses, added up in the order of the ranks."""
@@ -127,11 +130,14 @@ class Technique(ABC):
         exact: Whether it gives the bits of the plain loop on any number of devices. The fleet checks this on the steps
             that it measures.
         bound: For others: how far the numbers may be from the plain loop's, in words.
+        tenants: How many jobs may have one device, each with its part of the budget. If there may be several, sessions
+            open ``gang.shared``, and jobs share a process.
     """
 
     name: str
     exact: bool = True
     bound: str = ""
+    tenants: int = 1
 
     @abstractmethod
     def counts(self, devices: int) -> Sequence[int]:

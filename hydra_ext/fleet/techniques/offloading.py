@@ -35,7 +35,7 @@ class Offloading(Technique):
         return [1]
 
     def search(self, job: Job, devices: Sequence[Device]) -> Configuration:
-        forecast.expect_fit(job, devices[0].budget)
+        forecast.expect_fit(job, devices[0].budget, tenants=self.tenants)
         return {}
 
     @contextmanager
@@ -43,8 +43,16 @@ class Offloading(Technique):
         model = build_model(job)
         optimizer = build_optimizer(job, model.parameters())
         schedule = build_schedule(job, optimizer)
-        with offload(model, optimizer, budget=gang.device.budget, device=gang.device.given) as run:
+        place = gang.device.given if gang.shared is None else gang.shared
+        with offload(model, optimizer, budget=gang.device.budget // self.tenants, device=place) as run:
             yield OffloadSession(job, run, (optimizer, schedule), gang)
+
+
+class Sharing(Offloading):
+    """``hydra_ext.offload`` on a device that two jobs share, block by block: :class:`hydra_ext.SharedDevice`."""
+
+    name = "shared offload"
+    tenants = 2
 
 
 class DataParallel(Offloading):

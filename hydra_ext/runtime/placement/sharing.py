@@ -48,6 +48,16 @@ class TenantFigures:
     update_seconds: float
     steps: int
 
+    @property
+    def loads(self) -> dict[str, float]:
+        """Time by resource of the device."""
+        return {
+            "compute": self.compute_seconds,
+            "host to device": self.to_device_seconds,
+            "device to host": self.to_host_seconds,
+            "optimizer": self.update_seconds,
+        }
+
 
 @dataclass(frozen=True)
 class SharedReport:
@@ -75,12 +85,8 @@ class SharedReport:
         return self.bound / self.seconds if self.seconds > 0 else 0.0
 
     def _sums(self) -> dict[str, float]:
-        return {
-            "compute": sum(each.compute_seconds for each in self.tenants),
-            "host to device": sum(each.to_device_seconds for each in self.tenants),
-            "device to host": sum(each.to_host_seconds for each in self.tenants),
-            "optimizer": sum(each.update_seconds for each in self.tenants),
-        }
+        loads = [each.loads for each in self.tenants]
+        return {resource: sum(each[resource] for each in loads) for resource in loads[0]}
 
     def __str__(self) -> str:
         sums = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self._sums().items())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hydra_ext.fleet import Fleet, Job
 from hydra_ext.fleet.cluster.progress import ProgressReader
+from hydra_ext.policy import SimulatedDevice
 from support.fleet import trainings
 
 PATIENCE = 60.0
@@ -55,11 +56,35 @@ def twelve_jobs() -> list[Job]:
     return [trainings.job(f"job-{i}", loss=slow, steps=60 + 5 * i, seed=i, lr=1e-3 * (i + 1)) for i in range(12)]
 
 
+# Jobs that gain if they share this device, also where other programs make them slow.
+SLOW_LINK = SimulatedDevice(to_device_bytes_per_second=1e6, to_host_bytes_per_second=1e6)
+
+
+def link_bound(name: str, *, lr: float = 1e-2, steps: int = 8, **options: Any) -> Job:
+    """A job whose weights take most of a step on the slow link."""
+    data = partial(trainings.batches, width=96)
+    options = {"model": partial(trainings.layered, width=96), "data": data, "evaluate": None} | options
+    return trainings.job(name, lr=lr, steps=steps, **options)
+
+
+def compute_bound(name: str, *, steps: int = 8, **options: Any) -> Job:
+    """A job whose loss takes most of a step."""
+    return trainings.job(name, steps=steps, **{"loss": partial(slowly, seconds=0.05)} | options)
+
+
+def shared_jobs() -> list[Job]:
+    return [link_bound("link", steps=12, exact=False), compute_bound("compute", steps=12, exact=False)]
+
+
 def run(folder: str, jobs: str) -> None:
     """What the process does: it begins, or goes on."""
     torch.set_num_threads(1)
     if (Path(folder) / "journal.jsonl").exists():
         Fleet(folder).resume()
+    elif jobs == "shared_jobs":
+        Fleet(folder, devices=[SLOW_LINK], budget="512KiB").run(
+            shared_jobs(), techniques=["shared offload"], interval=0.1
+        )
     else:
         Fleet(folder, devices=2, budget="1MiB").run(globals()[jobs](), techniques=["plain"], interval=0.1)
 

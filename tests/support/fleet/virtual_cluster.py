@@ -80,6 +80,7 @@ class _Phase(Enum):
 @dataclass
 class _Gang:
     order: Order
+    process: int  # number of the gang whose process it is in
     node: str
     devices: tuple[int, ...]
     speed: Speed
@@ -111,7 +112,7 @@ class _Gang:
 
 @dataclass
 class VirtualCluster:
-    """Asserts that no device has two gangs, and no job either.
+    """Asserts that no device has two processes, and no job either. Jobs in one process have their own speeds.
 
     Attributes:
         sizes: Devices of each node at the beginning.
@@ -161,8 +162,8 @@ class VirtualCluster:
 
     def kill_job(self, job: str) -> None:
         """Something else than the fleet kills a job's gang."""
-        for number in [number for number, gang in self._gangs.items() if gang.job == job]:
-            self._end(number, Failure(message="rank 0 was killed by signal 9", is_lost=True))
+        for gang in [gang for gang in self._gangs.values() if gang.job == job]:
+            self._end_process(gang.process, "rank 0 was killed by signal 9")
 
     # ---- the cluster ------------------------------------------------------------------------------------------------
 
@@ -181,12 +182,13 @@ class VirtualCluster:
         assert set(devices) <= set(range(len(self._there[node].devices)))
         for gang in self._gangs.values():
             assert gang.node != node or not set(devices) & set(gang.devices), "a device has two gangs"
-            assert gang.job != order.job["name"], "a job has two gangs"
-        speed = self.speeds(order.job["name"], order.technique, len(devices))
-        step = self.saved.get(order.job["name"], 0)
-        gang = _Gang(order, node, tuple(devices), speed, self._clock, step, step, step)
-        gang.since, gang.until = self._clock, self._clock + speed.open
-        self._gangs[order.gang] = gang
+            assert gang.job not in [each.job["name"] for each in order.together], "a job has two gangs"
+        for each in order.together:
+            speed = self.speeds(each.job["name"], each.technique, len(devices))
+            step = self.saved.get(each.job["name"], 0)
+            gang = _Gang(each, order.gang, node, tuple(devices), speed, self._clock, step, step, step)
+            gang.since, gang.until = self._clock, self._clock + speed.open
+            self._gangs[each.gang] = gang
 
     def stop(self, gang: int) -> None:
         found = self._gangs.get(gang)
@@ -200,7 +202,7 @@ class VirtualCluster:
 
     def kill(self, gang: int) -> None:
         if gang in self._gangs:
-            self._end(gang, Failure(message="the fleet has killed it", is_lost=True))
+            self._end_process(self._gangs[gang].process, "the fleet has killed it")
 
     def wait(self, seconds: float) -> Sequence[Event]:
         assert seconds >= 0
@@ -241,7 +243,7 @@ class VirtualCluster:
             self._is_woken = True  # nodes may have changed
             return True
         for number, gang in list(self._gangs.items()):
-            if gang.until <= self._clock:
+            if gang.until <= self._clock and number in self._gangs:  # another one may have ended its process
                 self._go_on(number, gang)
         return True
 
@@ -297,7 +299,7 @@ class VirtualCluster:
         if fault.trouble is Trouble.HANGS:
             self._enter(gang, _Phase.HANGS, math.inf)
         elif fault.trouble is Trouble.DIES:
-            self._end(number, Failure(message="rank 0 was killed by signal 9", is_lost=True))
+            self._end_process(gang.process, "rank 0 was killed by signal 9")
         elif fault.trouble is Trouble.WONT_DO:
             self._end(number, Failure(message="too large", wont_do=True, smallest_budget=1))
         elif fault.trouble is Trouble.ENDS:
@@ -326,6 +328,10 @@ class VirtualCluster:
 
     def _tell(self, number: int, event: str, step: int, **more: Any) -> None:
         self._events.append(Progress(gang=number, record={"event": event, "gang": number, "step": step, **more}))
+
+    def _end_process(self, process: int, message: str) -> None:
+        for number in [number for number, gang in self._gangs.items() if gang.process == process]:
+            self._end(number, Failure(message=message, is_lost=True))
 
     def _end(self, number: int, failure: Failure | None) -> None:
         gang = self._gangs.pop(number)

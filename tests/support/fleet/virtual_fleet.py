@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from hydra_ext.fleet.scheduling.planning import FleetPlan, Planner, Work, follow_plan, make_plan
-from hydra_ext.fleet.scheduling.scheduler import JobRecord, Scheduler
+from hydra_ext.fleet.scheduling.records import JobRecord
+from hydra_ext.fleet.scheduling.scheduler import Scheduler
 from hydra_ext.fleet.scheduling.settings import Settings
 from hydra_ext.fleet.scheduling.trials import Option
 from support.fleet.virtual_cluster import Fault, Speed, Stretch, VirtualCluster
@@ -28,6 +29,7 @@ class VirtualFleet:
     Attributes:
         sizes: Devices of each node.
         jobs: By name, without opening and saving; each number of devices is a technique of its own, named after it.
+        loads: By job: for which part of a step it uses each resource. These jobs may also share a device.
         errors: Called with job, technique and devices: what the seconds are, over what trials say.
         entries: The journal.
     """
@@ -37,6 +39,7 @@ class VirtualFleet:
     steps: int = 10_000
     open: float = 0.0
     save: float = 0.0
+    loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     interval: float = 1000.0
     patience: float = 1800.0
     errors: Callable[[str, str, int], float] = exact
@@ -96,6 +99,10 @@ class VirtualFleet:
             )
             for devices, seconds in curve.items()
         ]
+        if name in self.loads:
+            step = curve[1] / self.steps
+            loads = {resource: step * part for resource, part in self.loads[name].items()}
+            options.append(replace(options[0], technique="shared", name="shared", tenants=2, loads=loads))
         return JobRecord({"name": name, "steps": self.steps}, options, f"/nowhere/{name}")
 
 

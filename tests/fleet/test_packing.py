@@ -1,0 +1,181 @@
+"""Jobs that share a device: which do by the planner's choice, and that none is disturbed by another one's mishap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hydra_ext
+from hydra_ext.fleet import Fleet, Guide, Job, Outcome, Results, history
+from hydra_ext.fleet.results import Stretch
+from hydra_ext.fleet.scheduling import packing
+from hydra_ext.fleet.scheduling.packing import Pack, ends, paired, slowdown
+from hydra_ext.fleet.scheduling.records import JobRecord
+from hydra_ext.fleet.scheduling.trials import Option
+from support.fleet import drives, trainings
+from support.fleet.comparison import assert_as_alone
+from support.fleet.drives import driven, events, wait_for
+
+BUDGET = "512KiB"
+
+
+def meet(one: Stretch, other: Stretch) -> bool:
+    """Whether two stretches have a device at the same time."""
+    same = one.node == other.node and set(one.devices) & set(other.devices)
+    return bool(same) and one.start < other.end and other.start < one.end
+
+
+def companions(results: Results, name: str) -> list[set[str]]:
+    """The jobs that were beside a job on its device, for each of its stretches."""
+    return [
+        {other.name for other in results.values() for each in other.stretches if other.name != name and meet(own, each)}
+        for own in results[name].stretches
+    ]
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs share their device, whatever was measured."""
+    monkeypatch.setattr(packing, "slowdown", lambda options: 1.0)
+
+
+def shared(folder: Path, jobs: Sequence[Job], **options: Any) -> Results:
+    """On one device, where jobs run in no other way. Their numbers are compared at the end, and not before."""
+    fleet = Fleet(folder, devices=[drives.SLOW_LINK], budget=BUDGET)
+    return fleet.run([replace(job, exact=False) for job in jobs], techniques=["shared offload"], **options)
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("sharing")
+def test_jobs_that_share_a_device_have_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+    """Also the trial's, which are compared with those of offload, and random numbers of the forward."""
+    jobs = [
+        drives.link_bound("link", optimizer=partial(hydra_ext.optim.AdamW, lr=1e-2)),
+        drives.compute_bound("compute", dropout=0.3),
+    ]
+    results = Fleet(tmp_path, devices=[drives.SLOW_LINK], budget=BUDGET).run(jobs, techniques=["shared offload"])
+    assert_as_alone(results, jobs)
+    assert companions(results, "link") == [{"compute"}]
+    past = history.load(tmp_path)
+    assert past.plans[0].packs == [["compute", "link"]]
+    assert all(
+        set(option.loads) >= {"compute", "optimizer"} for each in past.measured.values() for option in each.options
+    )
+
+
+@pytest.mark.full
+def test_jobs_with_one_bottleneck_have_a_device_each(tmp_path: Path) -> None:
+    loss = partial(drives.slowly, seconds=0.1)
+    jobs = [drives.compute_bound(f"compute-{i}", seed=i, loss=loss, steps=4) for i in range(2)]
+    results = Fleet(tmp_path, devices=[drives.SLOW_LINK], budget=BUDGET).run(
+        jobs, techniques=["offload", "shared offload"]
+    )
+    assert_as_alone(results, jobs)
+    assert companions(results, "compute-0") == [set()]
+
+
+def option(step: float, **loads: float) -> Option:
+    return Option(
+        technique="shared", name="shared", devices=1, configuration={}, bound="", step_s=step, open_s=0, save_s=0,
+        tenants=2, loads=loads,
+    )  # fmt: skip
+
+
+def test_the_slowdown_is_the_largest_sum_of_parts() -> None:
+    link, compute = option(2.0, link=1.8, compute=0.2), option(1.0, link=0.1, compute=1.0)
+    assert slowdown([link, compute]) == pytest.approx(1.1)
+    assert slowdown([compute, compute]) == pytest.approx(2.0)
+    assert slowdown([link, option(1.0)]) == 1.0
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=2), st.floats(1, 2))
+def test_a_job_that_is_left_alone_goes_on_without_the_slowdown(alone: list[float], factor: float) -> None:
+    """The recurrence: both make steps until one has ended, then the other one."""
+    found = ends([factor * seconds for seconds in alone], factor)
+    if len(alone) == 1:
+        assert found == pytest.approx(alone)
+    else:
+        both = factor * min(alone)
+        assert sorted(found) == pytest.approx([both, both + max(alone) - min(alone)])
+
+
+def test_jobs_with_different_bottlenecks_go_together() -> None:
+    """Two that compute and two that wait for the disk; and one that has failed, and goes on alone."""
+    resources = {"a": "compute", "b": "compute", "c": "disk", "d": "disk", "e": "link"}
+    jobs = [
+        JobRecord({"name": name, "steps": 10}, [option(1.0, **{resource: 0.95})], "/nowhere")
+        for name, resource in resources.items()
+    ]
+    jobs[-1].failures.append("it was killed")
+    packs = [Pack((job,), job.work(0.0, 1e9)) for job in jobs]
+    assert [pack.names for pack in paired(packs, 0.0, 1e9)] == [("e",), ("a", "c"), ("b", "d")]
+    assert [pack.names for pack in paired(packs[:2], 0.0, 1e9)] == [("a",), ("b",)]
+
+
+# ---- mishaps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("sharing")
+def test_a_job_that_raises_does_not_disturb_the_one_beside_it(tmp_path: Path) -> None:
+    loss = partial(trainings.mishap, what="raise", folder=trainings.tokens(tmp_path / "tokens", 1), after=14)
+    jobs = [drives.link_bound("raises", loss=loss, steps=9), drives.compute_bound("other", steps=30)]
+    results = shared(tmp_path / "fleet", jobs, interval=1e-3)
+    assert_as_alone(results, [drives.link_bound("raises", steps=9), jobs[1]])
+    assert "RuntimeError: the loss has had a mishap" in str(results["raises"].stretches[0].failure)
+    assert [len(results[job.name].stretches) for job in jobs] == [2, 1]
+    assert companions(results, "raises")[0] == {"other"}
+    assert results["raises"].stretches[0].end < results["other"].stretches[0].end
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("what", ["kill", "hang"])
+@pytest.mark.cases(1)
+def test_jobs_whose_process_has_ended_go_on_alone(what: str, tmp_path: Path) -> None:
+    """It is not known which of them is to blame."""
+    loss = partial(trainings.mishap, what=what, folder=trainings.tokens(tmp_path / "tokens", 1), after=14)
+    jobs = [drives.link_bound("blamed", loss=loss, steps=9), drives.compute_bound("other", steps=30)]
+    results = shared(tmp_path / "fleet", jobs, interval=1e-3, patience=3.0)
+    assert_as_alone(results, [drives.link_bound("blamed", steps=9), jobs[1]])
+    for name in results:
+        assert companions(results, name)[0] == {"blamed", "other"} - {name}
+        assert companions(results, name)[1:] == [set()]
+
+
+class StopsOne(Guide):
+    def stops(self, job: str, step: int, loss: float) -> bool:
+        return job == "link" and step == 3
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("sharing")
+def test_a_job_that_is_stopped_leaves_the_device_to_the_other(tmp_path: Path) -> None:
+    jobs = [drives.link_bound("link"), drives.compute_bound("compute", steps=30)]
+    results = shared(tmp_path, jobs, guide=StopsOne())
+    assert results["link"].outcome is Outcome.STOPPED
+    assert hydra_ext.load_model(results["link"].folder, trainings.layered(96)).step == len(results["link"].losses) < 8
+    assert_as_alone(results, jobs[1:])
+    assert len(results["compute"].stretches) == 1
+    assert results["link"].stretches[0].end < results["compute"].stretches[0].end
+    assert not list(tmp_path.glob("*/gang-*"))  # requests and results of gangs
+
+
+@pytest.mark.full
+def test_a_fleet_with_shared_devices_goes_on_after_its_process_was_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "fleet"
+    with driven(folder, "shared_jobs") as driver:
+        wait_for(lambda: all("saved" in events(folder / name) for name in ("link", "compute")), driver)
+        driver.kill()
+    results = Fleet(folder).resume()
+    assert_as_alone(results, drives.shared_jobs())
+    assert all(result.stretches[0].failure == "the fleet's process had ended" for result in results.values())
+    assert companions(results, "link") == [{"compute"}, {"compute"}]
