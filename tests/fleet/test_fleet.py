@@ -198,7 +198,7 @@ def test_a_gang_that_is_stopped_at_once_saves_and_ends(tmp_path: Path) -> None:
                 technique="plain",
                 configuration={"bytes": 0},
             )
-            cluster.start(order, "here", [0])
+            cluster.start([order], "here", [0])
             cluster.stop(gang)
             ends: list[Event] = []
             while not ends:

@@ -18,7 +18,7 @@ from hydra_ext.fleet.results import Stretch
 from hydra_ext.fleet.scheduling import packing
 from hydra_ext.fleet.scheduling.packing import Pack, ends, paired, slowdown
 from hydra_ext.fleet.scheduling.records import JobRecord
-from hydra_ext.fleet.scheduling.trials import Option
+from hydra_ext.fleet.scheduling.trials import SharingOption
 from support.fleet import drives, trainings
 from support.fleet.comparison import assert_as_alone
 from support.fleet.drives import driven, events, wait_for
@@ -68,7 +68,9 @@ def test_jobs_that_share_a_device_have_the_bits_of_the_plain_loop(tmp_path: Path
     past = history.load(tmp_path)
     assert past.plans[0].packs == [["compute", "link"]]
     assert all(
-        set(option.loads) >= {"compute", "optimizer"} for each in past.measured.values() for option in each.options
+        isinstance(option, SharingOption) and set(option.loads) >= {"compute", "optimizer"}
+        for each in past.measured.values()
+        for option in each.options
     )
 
 
@@ -83,10 +85,10 @@ def test_jobs_with_one_bottleneck_have_a_device_each(tmp_path: Path) -> None:
     assert companions(results, "compute-0") == [set()]
 
 
-def option(step: float, **loads: float) -> Option:
-    return Option(
+def option(step: float, **loads: float) -> SharingOption:
+    return SharingOption(
         technique="shared", name="shared", devices=1, configuration={}, bound="", step_s=step, open_s=0, save_s=0,
-        tenants=2, loads=loads,
+        loads=loads,
     )  # fmt: skip
 
 

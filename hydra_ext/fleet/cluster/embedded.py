@@ -90,8 +90,9 @@ class EmbeddedCluster:
     def now(self) -> float:
         return time.monotonic()
 
-    def start(self, order: Order, node: str, devices: Sequence[int]) -> None:
-        for each in order.together:
+    def start(self, orders: Sequence[Order], node: str, devices: Sequence[int]) -> None:
+        order, described = orders[0], [each.describe() for each in orders]
+        for each in orders:
             Path(each.folder).mkdir(parents=True, exist_ok=True)
             reader = None
             if each.task is Task.TRAIN:
@@ -100,7 +101,7 @@ class EmbeddedCluster:
             self._gangs[each.gang] = _Gang(each, reader, process=order.gang)
         log = str(Path(order.folder) / "log.txt")
         for rank in range(len(order.devices)) if order.task is not Task.SEARCH else (0,):
-            self._ask({"start": order.gang, "rank": rank, "order": order.describe(), "log": log})
+            self._ask({"start": order.gang, "rank": rank, "orders": described, "log": log})
 
     def stop(self, gang: int) -> None:
         found = self._gangs.get(gang)

@@ -49,8 +49,6 @@ class Order:
         technique: Place of its class; empty for a search.
         configuration: What the technique has chosen. For a search: under "asked", places of techniques, each with the
             number of devices that it might get.
-        beside: Orders of other jobs that share the device and the process. Each is a gang of its own, and ends by
-            itself.
     """
 
     gang: int
@@ -61,26 +59,13 @@ class Order:
     settings: Settings
     technique: str = ""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    beside: Sequence[Order] = ()
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of(described: Mapping[str, Any]) -> Order:
-        return Order(
-            **{
-                **described,
-                "task": Task(described["task"]),
-                "settings": Settings(**described["settings"]),
-                "beside": tuple(Order.of(each) for each in described["beside"]),
-            }
-        )
-
-    @property
-    def together(self) -> Sequence[Order]:
-        """This order and those beside it."""
-        return (self, *self.beside)
+        return Order(**{**described, "task": Task(described["task"]), "settings": Settings(**described["settings"])})
 
     @property
     def progress_file(self) -> Path:
@@ -147,8 +132,11 @@ class Cluster(Protocol):
     def now(self) -> float:
         """Seconds of this cluster's clock."""
 
-    def start(self, order: Order, node: str, devices: Sequence[int]) -> None:
-        """Starts a gang, and those beside it, on some devices of a node. A failure to start is told as their end."""
+    def start(self, orders: Sequence[Order], node: str, devices: Sequence[int]) -> None:
+        """Starts a gang on some devices of a node, or several that share one. A failure to start is told as their end.
+
+        Those that share a device also share a process. Each makes progress and ends by itself.
+        """
 
     def stop(self, gang: int) -> None:
         """Asks a gang to save and end after the step under way."""

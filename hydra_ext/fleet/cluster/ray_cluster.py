@@ -28,22 +28,19 @@ _POLL = 0.2  # seconds that an actor waits for news, so that it can be asked to 
 
 
 class GangHost:
-    """The actor of one gang and those beside it, on their node."""
+    """The actor of one gang, or of several that share a device, on their node."""
 
-    def __init__(self, order: Mapping[str, Any]) -> None:
-        self._order = Order.of(order)
-        for each in self._order.together:
+    def __init__(self, described: Sequence[Mapping[str, Any]]) -> None:
+        orders = [Order.of(each) for each in described]
+        for each in orders:
             Path(each.folder).mkdir(parents=True, exist_ok=True)
-        trains = self._order.task is Task.TRAIN
+        trains = orders[0].task is Task.TRAIN
         self._cluster = EmbeddedCluster(
-            [Device.of(dict(each)) for each in self._order.devices],
-            locks=[
-                Path(each.folder) / ("workers.lock" if trains else f"gang-{each.gang}.lock")
-                for each in self._order.together
-            ],
+            [Device.of(dict(each)) for each in orders[0].devices],
+            locks=[Path(each.folder) / ("workers.lock" if trains else f"gang-{each.gang}.lock") for each in orders],
         )
-        self._left = {each.gang for each in self._order.together}  # which have not ended
-        self._cluster.start(self._order, "here", range(len(self._order.devices)))
+        self._left = {order.gang for order in orders}  # which have not ended
+        self._cluster.start(orders, "here", range(len(orders[0].devices)))
 
     def news(self) -> list[Event]:
         """What has happened, after a short wait."""
@@ -59,7 +56,7 @@ class GangHost:
 
 @dataclass
 class _Gang:
-    """A gang and those beside it, which run or wait for their devices.
+    """A gang, or several that share a device, which run or wait for their devices.
 
     Attributes:
         numbers: Those of them that have not ended.
@@ -116,12 +113,12 @@ class RayCluster:
     def now(self) -> float:
         return time.monotonic()
 
-    def start(self, order: Order, node: str, devices: Sequence[int]) -> None:
+    def start(self, orders: Sequence[Order], node: str, devices: Sequence[int]) -> None:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # Ray chooses the cards, and shows a gang no others: they have numbers from 0 on there.
-        own = [{**each, "card": None if each["card"] is None else rank} for rank, each in enumerate(order.devices)]
+        own = [{**each, "card": None if each["card"] is None else rank} for rank, each in enumerate(orders[0].devices)]
         count = len(devices)
         group = placement_group(
             [{self._resource: count}], strategy="STRICT_PACK", bundle_label_selector=[{"ray.io/node-id": node}]
@@ -135,9 +132,9 @@ class RayCluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
                 **asked,
             )
-            .remote(replace(order, devices=own).describe())
+            .remote([replace(order, devices=own).describe() for order in orders])
         )
-        numbers = [each.gang for each in order.together]
+        numbers = [order.gang for order in orders]
         self._gangs |= dict.fromkeys(numbers, _Gang(numbers, node, host, group, host.news.remote()))
 
     def stop(self, gang: int) -> None:
@@ -191,7 +188,7 @@ class RayCluster:
         return [gang for number, gang in self._gangs.items() if number == gang.numbers[0]]
 
     def _lose(self, gang: _Gang, message: str, *, is_lost: bool = True) -> None:
-        """Ends a gang and those beside it, which is told with the next events."""
+        """Ends the gangs of an actor, which is told with the next events."""
         self._release(gang)
         failure = Failure(message=message, is_lost=is_lost)
         self._lost += [Ended(gang=number, failure=failure) for number in gang.numbers]

@@ -179,18 +179,17 @@ def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: 
         result = {
             "open_s": opened,
             "step_s": statistics.median(seconds[WARM_UP:] or seconds[-1:]),
-            "loads": _loads(figures),
             "first_s": seconds[0],
             "save_s": saved,
             "digest": digest(folder, losses),
         }
+        if figures:
+            result["loads"] = _loads(figures)
         write_result(order.result_file, result)
 
 
 def _loads(figures: Sequence[TenantFigures]) -> dict[str, float]:
     """Seconds in which a step uses each resource of its device, between the figures of the steps that count."""
-    if not figures:
-        return {}
     first = figures[WARM_UP] if len(figures) > WARM_UP + 1 else figures[-2]
     steps = max(1, figures[-1].steps - first.steps)
     return {resource: (seconds - first.loads[resource]) / steps for resource, seconds in figures[-1].loads.items()}

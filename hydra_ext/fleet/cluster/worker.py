@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 FAILED = 1  # exit status; the reason is in the order's error file
 
 
-def run(order: Order, rank: int) -> int:
-    """Carries out an order as one rank of its gang, and those beside it. Returns the process's exit status."""
+def run(orders: Sequence[Order], rank: int) -> int:
+    """Carries out an order as one rank of its gang, or several that share a device. Returns the exit status."""
+    order = orders[0]
     begun, stop = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -47,7 +48,7 @@ def run(order: Order, rank: int) -> int:
             return 0
         with _gang(order, rank) as gang:
             if technique_named(order.technique).tenants > 1:
-                return _share_device(order, gang, stop, begun)
+                return _share_device(orders, gang, stop, begun)
             _carry_out(order, gang, stop, begun)
     except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the process ends here
         traceback.print_exc()  # into the job's log
@@ -64,11 +65,11 @@ def _carry_out(order: Order, gang: Gang, stop: threading.Event, begun: float) ->
         training.Loop(order, job, gang, stop.is_set).run(technique, begun=begun)
 
 
-def _share_device(order: Order, gang: Gang, stop: threading.Event, begun: float) -> int:
-    """Carries out all orders of this process side by side, each in its turns. Returns the exit status."""
+def _share_device(orders: Sequence[Order], gang: Gang, stop: threading.Event, begun: float) -> int:
+    """Carries out orders side by side, each in its turns. Returns the exit status."""
     device = SharedDevice(gang.device.given, budget=gang.device.budget)
     sharing = replace(gang, shared=device)
-    statuses: list[int] = device.run(*[partial(_tenant, each, sharing, stop, begun) for each in order.together])
+    statuses: list[int] = device.run(*[partial(_tenant, each, sharing, stop, begun) for each in orders])
     return max(statuses)
 
 
@@ -125,7 +126,6 @@ def _search(order: Order, job: Job) -> None:
         technique = technique_named(place)
         answer: dict[str, Any] = {"technique": place, "devices": count, "configuration": None, "why_not": ""}
         answer |= {"bound": "" if technique.exact else technique.bound, "smallest_budget": None, "name": technique.name}
-        answer["tenants"] = technique.tenants
         try:
             if job.exact and not technique.exact:
                 raise WontDo(f"exact=True rules it out: {technique.bound}")

@@ -2,7 +2,7 @@
 
 A new worker takes milliseconds this way, where an import of torch takes seconds. It talks in JSON lines:
 
-    -> {"start": 7, "rank": 0, "order": {...}, "log": "..."}   <- {"ended": 7, "rank": 0, "status": 0}
+    -> {"start": 7, "rank": 0, "orders": [{...}], "log": "..."}   <- {"ended": 7, "rank": 0, "status": 0}
     -> {"signal": 15, "gang": 7}
 
 When standard input ends, because the fleet's process has ended in whatever way, it kills all workers and ends. If it is
@@ -134,7 +134,7 @@ def _work(asked: Mapping[str, Any], parent: int, inherited: tuple[int, ...]) -> 
         from hydra_ext.fleet.cluster import worker
         from hydra_ext.fleet.cluster.interface import Order
 
-        status = worker.run(Order.of(asked["order"]), asked["rank"])
+        status = worker.run([Order.of(each) for each in asked["orders"]], asked["rank"])
     finally:
         with suppress(BaseException):  # a closed stream
             sys.stdout.flush()

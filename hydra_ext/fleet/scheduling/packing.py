@@ -15,7 +15,7 @@ from itertools import combinations
 
 from hydra_ext.fleet.scheduling.planning import Choice, Placed, Work
 from hydra_ext.fleet.scheduling.records import JobRecord, JobState
-from hydra_ext.fleet.scheduling.trials import Option
+from hydra_ext.fleet.scheduling.trials import Option, SharingOption
 
 _MOST = 1.8  # slowdown of a pair: turns themselves take some percent
 
@@ -24,7 +24,7 @@ def slowdown(options: Sequence[Option]) -> float:
     """How many times longer a step takes if jobs with these options share a device."""
     parts: dict[str, float] = defaultdict(float)
     for option in options:
-        for resource, seconds in option.loads.items():
+        for resource, seconds in option.loads.items() if isinstance(option, SharingOption) else ():
             parts[resource] += seconds / option.step_s
     return max([1.0, *parts.values()])
 
@@ -110,9 +110,13 @@ def paired(packs: Sequence[Pack], now: float, interval: float) -> list[Pack]:
 
 def may_share(job: JobRecord) -> bool:
     """Whether a job may begin beside another one. One that has failed since its newest checkpoint may not."""
-    return job.state is JobState.WAITING and not job.failures and any(option.tenants > 1 for option in job.options)
+    return (
+        job.state is JobState.WAITING
+        and not job.failures
+        and any(isinstance(option, SharingOption) for option in job.options)
+    )
 
 
 def _shared(job: JobRecord) -> int:
     """The option with which it shares a device."""
-    return next(number for number, option in enumerate(job.options) if option.tenants > 1)
+    return next(number for number, option in enumerate(job.options) if isinstance(option, SharingOption))

@@ -342,7 +342,7 @@ class Scheduler:
                 node=node.name,
                 devices=list(devices),
             )
-        self._cluster.start(replace(orders[0], beside=tuple(orders[1:])), node.name, devices)
+        self._cluster.start(orders, node.name, devices)
 
     def _option(self, job: JobRecord) -> int:
         """Of a job that waits: the one in the plan."""

@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ class Option:
         step_s: Seconds of a step.
         open_s: Seconds from the start of the processes to the first step.
         save_s: Seconds of a checkpoint.
-        tenants: How many jobs may share the device.
-        loads: Where they may: seconds in which a step uses each resource of the device.
     """
 
     technique: str
@@ -50,8 +48,21 @@ class Option:
     step_s: float
     open_s: float
     save_s: float
-    tenants: int = 1
-    loads: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingOption(Option):
+    """One with which a job may share its device.
+
+    Attributes:
+        loads: Seconds in which a step uses each resource of the device.
+    """
+
+    loads: Mapping[str, float]
+
+
+def _option(described: Mapping[str, Any]) -> Option:
+    return SharingOption(**described) if "loads" in described else Option(**described)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +84,7 @@ class Measured:
 
     @staticmethod
     def of(described: Mapping[str, Any]) -> Measured:
-        return Measured(**{**described, "options": [Option(**each) for each in described["options"]]})
+        return Measured(**{**described, "options": [_option(each) for each in described["options"]]})
 
 
 def kind_of(job: Mapping[str, Any], node: Node) -> str:
@@ -213,7 +224,7 @@ class Trials:
                 order = waiting.pop(0)
                 own, free = free[: _needed(order)], free[_needed(order) :]
                 running[order.gang] = own, self._cluster.now() + _TRIED * self._settings.patience
-                self._cluster.start(order, node.name, own)
+                self._cluster.start([order], node.name, own)
             for event in self._cluster.wait(1.0):
                 if isinstance(event, Ended) and event.gang in running:
                     del running[event.gang]
@@ -244,9 +255,11 @@ def _concluded(
             refused[_label(answer)] = failure.message
             budgets.append(failure.smallest_budget)
             continue
-        facts = {key: answer[key] for key in ("technique", "name", "devices", "configuration", "bound", "tenants")}
+        facts = {key: answer[key] for key in ("technique", "name", "devices", "configuration", "bound")}
         trial = json.loads(order.result_file.read_text())
-        options.append(Option(**facts, **{key: trial[key] for key in ("step_s", "open_s", "save_s", "loads")}))
+        options.append(
+            _option(facts | {key: trial[key] for key in ("step_s", "open_s", "save_s", "loads") if key in trial})
+        )
         digests.append(trial["digest"])
     if exact:
         options = _exact_ones(options, digests, refused)

@@ -173,20 +173,21 @@ class VirtualCluster:
     def now(self) -> float:
         return self._clock
 
-    def start(self, order: Order, node: str, devices: Sequence[int]) -> None:
-        assert order.gang not in self._gangs
+    def start(self, orders: Sequence[Order], node: str, devices: Sequence[int]) -> None:
+        assert not any(order.gang in self._gangs for order in orders)
         if node not in self._there:
-            self._events.append(Ended(gang=order.gang, failure=Failure(message=f"no node {node}", is_lost=True)))
+            lost = Failure(message=f"no node {node}", is_lost=True)
+            self._events += [Ended(gang=order.gang, failure=lost) for order in orders]
             return
-        assert len(order.devices) == len(set(devices)) == len(devices) > 0
+        assert all(len(order.devices) == len(set(devices)) == len(devices) > 0 for order in orders)
         assert set(devices) <= set(range(len(self._there[node].devices)))
         for gang in self._gangs.values():
             assert gang.node != node or not set(devices) & set(gang.devices), "a device has two gangs"
-            assert gang.job not in [each.job["name"] for each in order.together], "a job has two gangs"
-        for each in order.together:
+            assert gang.job not in [order.job["name"] for order in orders], "a job has two gangs"
+        for each in orders:
             speed = self.speeds(each.job["name"], each.technique, len(devices))
             step = self.saved.get(each.job["name"], 0)
-            gang = _Gang(each, order.gang, node, tuple(devices), speed, self._clock, step, step, step)
+            gang = _Gang(each, orders[0].gang, node, tuple(devices), speed, self._clock, step, step, step)
             gang.since, gang.until = self._clock, self._clock + speed.open
             self._gangs[each.gang] = gang
 

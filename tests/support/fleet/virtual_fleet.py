@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
@@ -11,7 +11,7 @@ from hydra_ext.fleet.scheduling.planning import FleetPlan, Planner, Work, follow
 from hydra_ext.fleet.scheduling.records import JobRecord
 from hydra_ext.fleet.scheduling.scheduler import Scheduler
 from hydra_ext.fleet.scheduling.settings import Settings
-from hydra_ext.fleet.scheduling.trials import Option
+from hydra_ext.fleet.scheduling.trials import Option, SharingOption
 from support.fleet.virtual_cluster import Fault, Speed, Stretch, VirtualCluster
 
 Curve = Mapping[int, float]  # seconds of a job by the number of devices
@@ -102,7 +102,8 @@ class VirtualFleet:
         if name in self.loads:
             step = curve[1] / self.steps
             loads = {resource: step * part for resource, part in self.loads[name].items()}
-            options.append(replace(options[0], technique="shared", name="shared", tenants=2, loads=loads))
+            facts = asdict(options[0]) | {"technique": "shared", "name": "shared"}
+            options.append(SharingOption(**facts, loads=loads))
         return JobRecord({"name": name, "steps": self.steps}, options, f"/nowhere/{name}")
 
 
