@@ -53,6 +53,13 @@ def test_a_job_runs_on_a_node_of_a_cluster(tmp_path: Path, short_folder: str) ->
 
 
 @pytest.mark.full
+def test_two_jobs_share_a_device_of_a_cluster(tmp_path: Path, short_folder: str) -> None:
+    told = told_by("support.fleet.ray_program", short_folder, tmp_path / "fleet", 0, "shared")
+    assert told["packs"] == [["compute", "link"]]
+    assert [failure for _, failure in told["stretches"]] == [None, None]
+
+
+@pytest.mark.full
 def test_a_job_is_a_trainable_of_ray_tune(tmp_path: Path, short_folder: str) -> None:
     told = told_by("support.fleet.tune_program", short_folder, tmp_path)
     assert told["kept"] == [True, True]

@@ -17,10 +17,11 @@ import torch
 from ray.cluster_utils import Cluster
 
 from hydra_ext.errors import InvalidDevice
-from hydra_ext.fleet import Fleet
+from hydra_ext.fleet import Fleet, history
 from hydra_ext.fleet.cluster.ray_cluster import RayCluster
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.journal import read_only
+from hydra_ext.fleet.scheduling import packing
 from hydra_ext.policy import SimulatedDevice
 from support.fleet import drives, trainings
 from support.fleet.comparison import assert_as_alone
@@ -31,10 +32,11 @@ LOOK = 0.05
 CARD = Device(name="a card", card=0, simulated=None, budget=2**30)
 
 
-def main(folder: Path, nodes: int) -> None:
+def main(folder: Path, nodes: int, how: str = "alone") -> None:
     """
     Args:
         nodes: Beside the head. With some, one of them is killed.
+        how: "shared" for two jobs that share the head's device.
     """
     torch.set_num_threads(1)
     # A node counts as gone after a second and a half.
@@ -44,17 +46,23 @@ def main(folder: Path, nodes: int) -> None:
     try:
         added = [cluster.add_node(**NODE) for _ in range(nodes)]
         jobs = drives.long_jobs() if added else [trainings.job("alone", steps=4)]
+        device, budget, techniques = SimulatedDevice(), "1MiB", ["plain"]
+        if how == "shared":
+            packing.slowdown = lambda options: 1.0  # whatever was measured
+            jobs, techniques = drives.shared_jobs(), ["shared offload"]
+            device, budget = drives.SLOW_LINK, "512KiB"
         killer = threading.Thread(target=kill_one, args=(cluster, added, folder))
         killer.daemon = True  # it ends with the program, also if that fails
         if added:
             killer.start()
-        fleet = Fleet(folder, devices=[SimulatedDevice()], address=cluster.address, budget="1MiB")
-        results = fleet.run(jobs, techniques=["plain"], interval=0.1)
+        fleet = Fleet(folder, devices=[device], address=cluster.address, budget=budget)
+        results = fleet.run(jobs, techniques=techniques, interval=0.1)
         if added:
             killer.join()
         assert_as_alone(results, jobs)
         stretches = [[each.node, each.failure] for job in results.values() for each in job.stretches]
-        print(json.dumps({"stretches": stretches, "refused": refused(cluster.address)}))
+        packs = history.load(folder).plans[0].packs
+        print(json.dumps({"stretches": stretches, "packs": packs, "refused": refused(cluster.address)}))
     finally:
         cluster.shutdown()
 
@@ -81,4 +89,4 @@ def refused(address: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
