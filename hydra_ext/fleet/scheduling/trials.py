@@ -214,10 +214,21 @@ class Trials:
         )
 
     def _run(self, orders: Sequence[Order]) -> dict[int, Failure | None]:
-        """Runs orders side by side, as devices allow. Returns each gang's failure."""
-        node = largest_node(self._cluster)
+        """Runs orders side by side, as devices allow. Returns each gang's failure.
+
+        If the node goes away, all that ran there begins again on another one.
+
+        Raises:
+            StateError: There is no node.
+        """
+        node, by_gang = largest_node(self._cluster), {order.gang: order for order in orders}
         waiting, running, ended = list(orders), dict[int, tuple[list[int], float]](), dict[int, Failure | None]()
         while len(ended) < len(orders):
+            if node.name not in self._names():
+                node = largest_node(self._cluster)
+            for order in [order for order in waiting if _needed(order) > len(node.devices)]:
+                waiting.remove(order)
+                ended[order.gang] = Failure(message="no node that is left has so many devices", is_lost=True)
             taken = {device for devices, _ in running.values() for device in devices}
             free = [device for device in range(len(node.devices)) if device not in taken]
             while waiting and len(free) >= _needed(waiting[0]):
@@ -228,13 +239,22 @@ class Trials:
             for event in self._cluster.wait(1.0):
                 if isinstance(event, Ended) and event.gang in running:
                     del running[event.gang]
-                    ended[event.gang] = event.failure
-            now = self._cluster.now()
-            for gang, (own, until) in running.items():
-                if now > until:
-                    running[gang] = own, float("inf")
-                    self._cluster.kill(gang)
+                    if event.failure is not None and event.failure.is_lost and node.name not in self._names():
+                        waiting.append(by_gang[event.gang])
+                    else:
+                        ended[event.gang] = event.failure
+            self._kill_late(running)
         return ended
+
+    def _names(self) -> set[str]:
+        return {node.name for node in self._cluster.nodes()}
+
+    def _kill_late(self, running: dict[int, tuple[list[int], float]]) -> None:
+        now = self._cluster.now()
+        for gang, (own, until) in running.items():
+            if now > until:
+                running[gang] = own, float("inf")
+                self._cluster.kill(gang)
 
 
 def _concluded(

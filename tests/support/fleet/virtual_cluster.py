@@ -132,7 +132,7 @@ class VirtualCluster:
 
     def __post_init__(self) -> None:
         self._clock = 0.0
-        self._there = {name: _node(name, devices) for name, devices in self.sizes.items()}
+        self._there = {name: node_of(name, devices) for name, devices in self.sizes.items()}
         self._gangs: dict[int, _Gang] = {}
         self._events: list[Event] = []
         self._script: list[tuple[float, int, Callable[[], None]]] = []
@@ -152,7 +152,7 @@ class VirtualCluster:
             self._end(number, Failure(message=f"node {node} is gone", is_lost=True))
 
     def come(self, node: str, devices: int) -> None:
-        self._there[node] = _node(node, devices)
+        self._there[node] = node_of(node, devices)
 
     def pass_time(self, seconds: float) -> None:
         """The fleet itself takes some time, in which gangs go on."""
@@ -353,6 +353,6 @@ class VirtualCluster:
         self._events.append(Ended(gang=number, failure=failure))
 
 
-def _node(name: str, devices: int) -> Node:
+def node_of(name: str, devices: int) -> Node:
     device = Device(name="simulated", card=None, simulated=SimulatedDevice(), budget=1)
     return Node(name=name, devices=(device,) * devices)
