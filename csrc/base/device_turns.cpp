@@ -92,7 +92,7 @@ void DeviceTurns::await_locked(std::unique_lock<std::mutex>& lock, Tenant tenant
     state.wake.wait(lock, [&] { return present_ == tenant; });
   }
   present_ = tenant;
-  state.since = Clock::now();
+  state.since = Clock::now();  // the time of waking up is not counted
   const std::optional<Tenant> before = std::exchange(last_, tenant);
   switches_ += before && *before != tenant ? 1 : 0;
   lock.unlock();
@@ -112,7 +112,7 @@ void DeviceTurns::pass_on_locked(std::optional<Tenant> next) noexcept {
   present_ = next;
   if (next) {
     std::erase(waiting_, *next);
-    states_[*next].since = Clock::now();  // computed() counts from here, though it has not woken up yet
+    states_[*next].since = Clock::now();  // until it wakes up: computed() may be asked before
     states_[*next].wake.notify_one();
   }
 }

@@ -77,7 +77,7 @@ class DeviceTurns {
   struct State {
     std::condition_variable wake;
     double computed = 0;
-    Clock::time_point since{};  // when it got the turn
+    Clock::time_point since{};  // when it began to go on
   };
 
   void take(Tenant tenant) noexcept;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 import hydra_ext
 from hydra_ext.fleet import Fleet, Guide, Job, Outcome, Results, history
+from hydra_ext.fleet.cluster.training import loads_of
 from hydra_ext.fleet.results import Stretch
 from hydra_ext.fleet.scheduling import packing
-from hydra_ext.fleet.scheduling.packing import Pack, ends, paired, slowdown
-from hydra_ext.fleet.scheduling.records import JobRecord
-from hydra_ext.fleet.scheduling.trials import SharingOption
+from hydra_ext.fleet.scheduling.packing import Pack, ends, paired, slowdown, together
+from hydra_ext.fleet.scheduling.records import JobRecord, JobState, Running
+from hydra_ext.fleet.scheduling.trials import Option, SharingOption
+from hydra_ext.runtime.placement.sharing import TenantFigures
 from support.fleet import drives, trainings
 from support.fleet.comparison import assert_as_alone
 from support.fleet.drives import driven, events, wait_for
@@ -110,17 +112,59 @@ def test_a_job_that_is_left_alone_goes_on_without_the_slowdown(alone: list[float
         assert sorted(found) == pytest.approx([both, both + max(alone) - min(alone)])
 
 
+def record(name: str, option: Option, *more: Option) -> JobRecord:
+    return JobRecord({"name": name, "steps": 10}, [option, *more], "/nowhere")
+
+
+def alone(job: JobRecord) -> Pack:
+    return Pack((job,), job.work(0.0, 1e9))
+
+
 def test_jobs_with_different_bottlenecks_go_together() -> None:
-    """Two that compute and two that wait for the disk; and one that has failed, and goes on alone."""
-    resources = {"a": "compute", "b": "compute", "c": "disk", "d": "disk", "e": "link"}
-    jobs = [
-        JobRecord({"name": name, "steps": 10}, [option(1.0, **{resource: 0.95})], "/nowhere")
-        for name, resource in resources.items()
-    ]
+    """Two that compute and two that wait for the optimizer; and one that has failed, and goes on alone."""
+    resources = {"a": "compute", "b": "compute", "c": "optimizer", "d": "optimizer", "e": "link"}
+    jobs = [record(name, option(1.0, **{resource: 0.95})) for name, resource in resources.items()]
     jobs[-1].failures.append("it was killed")
-    packs = [Pack((job,), job.work(0.0, 1e9)) for job in jobs]
+    packs = [alone(job) for job in jobs]
     assert [pack.names for pack in paired(packs, 0.0, 1e9)] == [("e",), ("a", "c"), ("b", "d")]
     assert [pack.names for pack in paired(packs[:2], 0.0, 1e9)] == [("a",), ("b",)]
+
+
+def test_jobs_that_are_faster_alone_do_not_keep_others_from_sharing() -> None:
+    """Two jobs fit a device as they are, and would be slow if they were offloaded."""
+    facts = asdict(option(1.0))
+    del facts["loads"]
+    plain = Option(**facts)
+    quick = [record(name, plain, option(5.0, **{kind: 4.0})) for name, kind in (("a", "link"), ("b", "compute"))]
+    slow = [record(name, option(3.0, **{kind: 2.5})) for name, kind in (("c", "link"), ("d", "compute"))]
+    found = paired([alone(job) for job in (*quick, *slow)], 0.0, 1e9)
+    assert [pack.names for pack in found] == [("a",), ("b",), ("c", "d")]
+
+
+def test_a_pack_takes_as_long_as_its_jobs_together() -> None:
+    """Waiting jobs are slowed down by each other; what is seen of those that run has the slowdown in it."""
+    one, other = record("b", option(1.0, link=0.8)), record("a", option(2.0, link=1.4))
+    pack = together([one, other], 0.0, 1e9)
+    assert pack.names == ("a", "b")
+    assert pack.work.name == "a + b"
+    assert pack.ends == pytest.approx((15 + 10, 15))  # 1.5 x 10 s both, then 10 s of the longer one
+    assert [each.seconds for each in pack.work.choices] == [pytest.approx(25)]
+    for gang, job in enumerate((one, other)):
+        job.seconds[0] *= 1.5
+        job.state, job.running = JobState.RUNNING, Running(gang, 0, "here", (0,), 0, 0.0)
+        job.running.opened = True
+    assert together([one, other], 0.0, 1e9).ends == pytest.approx((25, 15))
+
+
+def test_the_loads_of_a_step_are_between_the_figures_of_the_steps_that_count() -> None:
+    def figures(step: int, seconds: float) -> TenantFigures:
+        return TenantFigures(
+            compute_seconds=seconds, to_device_seconds=2 * seconds, to_host_seconds=0, update_seconds=0, steps=step
+        )
+
+    noted = [figures(0, 0), figures(1, 9), figures(2, 10), figures(3, 11), figures(4, 12), figures(5, 14.5)]
+    assert loads_of(noted) == {"compute": 1.5, "host to device": 3.0, "device to host": 0, "optimizer": 0}
+    assert loads_of(noted[:2])["compute"] == 9
 
 
 # ---- mishaps --------------------------------------------------------------------------------------------------------

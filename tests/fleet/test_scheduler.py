@@ -110,6 +110,42 @@ def test_a_longer_job_goes_on_alone_and_the_others_come_behind_it() -> None:
     assert [stretch.end for stretch in fleet.stretches("a")] == [pytest.approx(500)]
 
 
+def test_what_is_left_of_a_pack_is_planned_without_the_slowdown() -> None:
+    """Both compute for three quarters of a step: together a step takes half as long again."""
+    loads = {name: {"compute": 0.75} for name in "ab"}
+    fleet = VirtualFleet(
+        {"n": 1},
+        {"a": {1: 500.0}, "b": {1: 2000.0}},
+        loads=loads,
+        errors=lambda job, technique, devices: 1.5 if technique == "shared" else 1.0,
+    )
+    begun: list[float] = []
+    fleet.cluster.at(0.01, lambda: begun.extend(record.seconds[1] for record in fleet.records.values()))
+    fleet.run()
+    assert begun == pytest.approx([0.075, 0.3])
+    first, second = fleet.events("plan")[:2]
+    assert first["jobs"]["a"][3] == pytest.approx(750)
+    assert first["jobs"]["b"][3] == pytest.approx(2250)
+    assert second["at"] == pytest.approx(750)
+    option, _, _, end = second["jobs"]["b"]
+    assert (option, end) == (1, pytest.approx(1500, rel=1e-3))
+
+
+def test_the_seconds_of_a_pack_that_was_killed_are_those_of_its_jobs_alone_again() -> None:
+    loads = {name: {"compute": 0.75} for name in "ab"}
+    fleet = VirtualFleet(
+        {"n": 1},
+        dict.fromkeys("ab", ALONE),
+        loads=loads,
+        errors=lambda job, technique, devices: 1.5 if technique == "shared" else 1.0,
+    )
+    fleet.cluster.at(450.0, lambda: fleet.cluster.kill_job("a"))
+    seen: list[float] = []
+    fleet.cluster.at(450.05, lambda: seen.extend(record.seconds[1] for record in fleet.records.values()))
+    fleet.run()
+    assert seen == pytest.approx([0.1, 0.1])
+
+
 def test_the_jobs_of_a_process_that_was_killed_begin_alone() -> None:
     loads = {"a": LINK, "b": COMPUTE}
     fleet = VirtualFleet({"n": 1}, dict.fromkeys(loads, ALONE), loads=loads, interval=100.0)

@@ -60,21 +60,21 @@ class EmbeddedCluster:
         self._node = Node(name=name, devices=tuple(devices), cores=len(os.sched_getaffinity(0)))
         self._gangs: dict[int, _Gang] = {}
         self._told: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        locked: list[int] = []
+        self._locked: dict[Path, int] = {}
         try:
             for lock in locks:
-                locked.append(_locked(lock))
+                self._locked[lock] = _locked(lock)
             self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "hydra_ext.fleet.cluster.zygote", *map(str, locked)],
+                [sys.executable, "-m", "hydra_ext.fleet.cluster.zygote", *map(str, self._locked.values())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=_environment(),
                 start_new_session=True,
-                pass_fds=locked,
+                pass_fds=list(self._locked.values()),
             )
-        finally:
-            for each in locked:
-                os.close(each)  # the workers have it now
+        except BaseException:  # re-raised: the files have no other owner yet
+            self._unlock()
+            raise
         self._listener = threading.Thread(target=self._listen, name="hydra_ext fleet", daemon=True)
         self._listener.start()
         if self._next(_START) is None:
@@ -136,8 +136,20 @@ class EmbeddedCluster:
                 self._zygote.stdin.close()
         self._zygote.wait()
         self._listener.join()
+        self._unlock()
+
+    def unlock(self, lock: Path) -> None:
+        """Gives a lock up before the workers end: what it guards is theirs no more."""
+        descriptor = self._locked.pop(lock)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # for all processes that have inherited it
+        os.close(descriptor)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _unlock(self) -> None:
+        """Closes this process's descriptors. Workers keep the locks, if there are some."""
+        while self._locked:
+            os.close(self._locked.popitem()[1])
 
     def _ask(self, asked: Mapping[str, Any]) -> None:
         stdin = self._zygote.stdin

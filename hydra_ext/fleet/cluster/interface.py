@@ -114,7 +114,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """All processes of a gang have ended, and its devices are free. One that shares them has left its process."""
+    """All processes of a gang have ended, and its devices are free.
+
+    One that shares its device has left its process. The device is free when the last one ends.
+    """
 
     gang: int
     failure: Failure | None

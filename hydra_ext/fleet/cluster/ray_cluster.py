@@ -35,18 +35,23 @@ class GangHost:
         for each in orders:
             Path(each.folder).mkdir(parents=True, exist_ok=True)
         trains = orders[0].task is Task.TRAIN
+        # By gang: those that have not ended.
+        self._locks = {
+            each.gang: Path(each.folder) / ("workers.lock" if trains else f"gang-{each.gang}.lock") for each in orders
+        }
         self._cluster = EmbeddedCluster(
             [Device.of(dict(each)) for each in orders[0].devices],
-            locks=[Path(each.folder) / ("workers.lock" if trains else f"gang-{each.gang}.lock") for each in orders],
+            locks=list(self._locks.values()),
         )
-        self._left = {order.gang for order in orders}  # which have not ended
         self._cluster.start(orders, "here", range(len(orders[0].devices)))
 
     def news(self) -> list[Event]:
         """What has happened, after a short wait."""
         events = list(self._cluster.wait(_POLL))
-        self._left -= {event.gang for event in events if isinstance(event, Ended)}
-        if not self._left:
+        for event in events:
+            if isinstance(event, Ended):
+                self._cluster.unlock(self._locks.pop(event.gang))  # its job may go on elsewhere
+        if not self._locks:
             self._cluster.close()
         return events
 

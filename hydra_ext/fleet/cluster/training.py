@@ -184,11 +184,11 @@ def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: 
             "digest": digest(folder, losses),
         }
         if figures:
-            result["loads"] = _loads(figures)
+            result["loads"] = loads_of(figures)
         write_result(order.result_file, result)
 
 
-def _loads(figures: Sequence[TenantFigures]) -> dict[str, float]:
+def loads_of(figures: Sequence[TenantFigures]) -> dict[str, float]:
     """Seconds in which a step uses each resource of its device, between the figures of the steps that count."""
     first = figures[WARM_UP] if len(figures) > WARM_UP + 1 else figures[-2]
     steps = max(1, figures[-1].steps - first.steps)

@@ -47,12 +47,13 @@ def run(orders: Sequence[Order], rank: int) -> int:
             _search(order, Job.of(dict(order.job)))
             return 0
         with _gang(order, rank) as gang:
-            if technique_named(order.technique).tenants > 1:
+            if technique_named(order.technique).tenants > 1 and gang.ranks == 1:
                 return _share_device(orders, gang, stop, begun)
             _carry_out(order, gang, stop, begun)
     except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the process ends here
         traceback.print_exc()  # into the job's log
-        training.write_result(order.error_file(rank), _told(error))
+        for each in [order, *(each for each in orders[1:] if not each.result_file.exists())]:
+            training.write_result(each.error_file(rank), _told(error))
         return FAILED
     return 0
 

@@ -43,7 +43,8 @@ class JobStatus:
         loss: Of the last step made; None before the first.
         step_seconds: Of a step, by the latest ones; None if the job does not run.
         eta_seconds: Until the job ends: by its own speed, or by the plan if it waits; None if nothing says so.
-        memory_bytes: Resident host memory of its processes on this machine; None if there are none.
+        memory_bytes: Resident host memory of its processes on this machine; None if there are none. That of a process
+            which two jobs share counts for one of them.
         failures: Why its gangs have failed so far.
     """
 

@@ -2,8 +2,8 @@
 
 While one of them waits for its link, its update or its disk, the other computes: Hydra's SHARP (arXiv 2110.08633), by
 :class:`hydra_ext.SharedDevice`. A job alone uses each resource of its device for a part of the time. Two use it for the
-sum of their parts, and if that is above one, a step of either takes so many times longer: the *slowdown*. So a pair
-gains if the slowdown is below two, by enough to pay for what the estimate leaves out.
+sum of their parts. Above one, that sum is the *slowdown*: a step of either takes that many times as long. So a pair of
+like jobs gains if the slowdown is below two, by enough to pay for what the estimate leaves out.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def together(jobs: Sequence[JobRecord], now: float, interval: float) -> Pack:
     factor = slowdown([job.options[option] for job, option in zip(jobs, options, strict=True)])
     works = [job.work(now, interval) for job in jobs]
     seconds = []
-    for work, option in zip(works, options, strict=True):
-        alone = work.choices[option].seconds
-        seconds.append(alone if work.option is not None else alone * factor)
+    for job, work, option in zip(jobs, works, options, strict=True):
+        seconds.append(work.choices[option].seconds * (factor if job.running is None else 1.0))
     held = next((work.held for work in works if work.option is not None), works[0].held)
     if held is not None:
         leave = max(0.0 if work.held is None else work.held.leave for work in works)
@@ -91,32 +90,39 @@ def together(jobs: Sequence[JobRecord], now: float, interval: float) -> Pack:
 
 
 def paired(packs: Sequence[Pack], now: float, interval: float) -> list[Pack]:
-    """The packs, with those of waiting jobs in pairs that gain: first those that gain the most."""
-    waiting = {pack.work.name: pack.jobs[0] for pack in packs if len(pack.jobs) == 1 and may_share(pack.jobs[0])}
-    seconds, gains = {}, []
-    for name, job in waiting.items():
-        seconds[name] = job.left * job.options[_shared(job)].step_s
+    """The packs, with those of waiting jobs in pairs that gain: first those that gain the most.
+
+    A pair gains if it takes a device for less time than both jobs take devices alone, each in its best way.
+    """
+    waiting = {pack.work.name: pack for pack in packs if len(pack.jobs) == 1 and may_share(pack.jobs[0])}
+    options = {name: pack.jobs[0].options[_shared(pack.jobs[0])] for name, pack in waiting.items()}
+    seconds = {name: pack.work.choices[_shared(pack.jobs[0])].seconds for name, pack in waiting.items()}
+    alone = {
+        name: min(choice.devices * choice.seconds for choice in pack.work.choices) for name, pack in waiting.items()
+    }
+    gains = []
     for one, other in combinations(sorted(waiting), 2):
-        factor = slowdown([waiting[name].options[_shared(waiting[name])] for name in (one, other)])
-        if factor <= _MOST:
-            gains.append(((factor - 2.0) * min(seconds[one], seconds[other]), one, other))
+        factor = slowdown([options[one], options[other]])
+        gain = alone[one] + alone[other] - max(ends([factor * seconds[one], factor * seconds[other]], factor))
+        if factor <= _MOST and gain > 0.0:
+            gains.append((-gain, one, other))
     found, taken = [], set[str]()
     for _, one, other in sorted(gains):
         if not taken & {one, other}:
             taken |= {one, other}
-            found.append(together([waiting[one], waiting[other]], now, interval))
+            found.append(together([waiting[one].jobs[0], waiting[other].jobs[0]], now, interval))
     return [*(pack for pack in packs if pack.work.name not in taken), *found]
 
 
 def may_share(job: JobRecord) -> bool:
     """Whether a job may begin beside another one. One that has failed since its newest checkpoint may not."""
-    return (
-        job.state is JobState.WAITING
-        and not job.failures
-        and any(isinstance(option, SharingOption) for option in job.options)
-    )
+    return job.state is JobState.WAITING and not job.failures and any(map(_is_shared, job.options))
 
 
 def _shared(job: JobRecord) -> int:
     """The option with which it shares a device."""
-    return next(number for number, option in enumerate(job.options) if isinstance(option, SharingOption))
+    return next(number for number, option in enumerate(job.options) if _is_shared(option))
+
+
+def _is_shared(option: Option) -> bool:
+    return isinstance(option, SharingOption) and option.devices == 1

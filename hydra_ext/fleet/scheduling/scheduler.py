@@ -246,7 +246,7 @@ class Scheduler:
         processes: dict[int, list[JobRecord]] = {}
         packs = []
         for job in jobs:
-            if job.running is None:
+            if job.running is None or job.state is not JobState.RUNNING or job.running.verdict:
                 packs.append(Pack((job,), job.work(now, self._settings.interval)))
             else:
                 processes.setdefault(job.running.process, []).append(job)
@@ -329,8 +329,7 @@ class Scheduler:
             number = self._option(job)
             job.state = JobState.RUNNING
             job.running = Running(order.gang, number, node.name, devices, orders[0].gang, now)
-            if len(jobs) > 1:
-                job.seconds[number] = option.step_s * factor
+            job.seconds[number] *= factor
             self._running[order.gang] = job
             self._record(
                 "start",
@@ -381,7 +380,10 @@ class Scheduler:
         running = job.running
         if running is None or running.verdict:
             return float("inf")
-        opening = 0.0 if running.stepped else max(_OPEN, sum(_option_of(each).open_s for each in self._in(running)))
+        inside = self._in(running)
+        if all(each.running is None or each.running.stepped for each in inside):
+            return running.heard + self._settings.patience
+        opening = max(_OPEN, sum(_option_of(each).open_s for each in inside))  # one may wait for the other
         return running.heard + self._settings.patience + opening
 
     def _in(self, running: Running) -> list[JobRecord]:
@@ -428,10 +430,10 @@ class Scheduler:
 
     def _hear_end(self, job: JobRecord, running: Running, failure: Failure | None) -> None:
         sharing, now = self._in(running), self._cluster.now()
-        if len(sharing) == 2:  # the other one has the device alone now
-            other = sharing[0] if sharing[1] is job else sharing[1]
-            if other.running is not None:
-                other.seconds[other.running.option] /= slowdown([_option_of(each) for each in sharing])
+        if len(sharing) > 1:  # the other one has the device alone now
+            factor = slowdown([_option_of(each) for each in sharing])
+            for each in sharing:
+                each.seconds[0 if each.running is None else each.running.option] /= factor
         job.running = None
         del self._running[running.gang]
         if failure is not None and running.verdict:

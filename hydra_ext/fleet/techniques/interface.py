@@ -45,7 +45,7 @@ class Gang:
         device: Of this rank.
         rank: Number of this rank.
         ranks: Number of all.
-        shared: The device as the jobs of this process share it; None where a job has a process of its own.
+        shared: The device as jobs share it; None for techniques whose jobs never do.
     """
 
     device: Device
@@ -130,8 +130,8 @@ class Technique(ABC):
         exact: Whether it gives the bits of the plain loop on any number of devices. The fleet checks this on the steps
             that it measures.
         bound: For others: how far the numbers may be from the plain loop's, in words.
-        tenants: How many jobs may have one device, each with its part of the budget. If there may be several, sessions
-            open ``gang.shared``, and jobs share a process.
+        tenants: 2 if two jobs may share one device and one process. Sessions on one device then open ``gang.shared``,
+            each with its part of the budget.
     """
 
     name: str

@@ -331,7 +331,10 @@ class VirtualCluster:
         self._events.append(Progress(gang=number, record={"event": event, "gang": number, "step": step, **more}))
 
     def _end_process(self, process: int, message: str) -> None:
-        for number in [number for number, gang in self._gangs.items() if gang.process == process]:
+        numbers = [number for number, gang in self._gangs.items() if gang.process == process]
+        for number in numbers:
+            self._tell_steps(number, self._gangs[number])
+        for number in numbers:
             self._end(number, Failure(message=message, is_lost=True))
 
     def _end(self, number: int, failure: Failure | None) -> None:
