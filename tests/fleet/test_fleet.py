@@ -15,7 +15,7 @@ import hydra_ext
 from hydra_ext.errors import FleetInUse, InvalidArgument, InvalidJob, JobDoesNotFit, JobFailed, JournalError
 from hydra_ext.fleet import Fleet, Results
 from hydra_ext.fleet import devices as fleet_devices
-from hydra_ext.fleet.cluster.embedded import EmbeddedCluster
+from hydra_ext.fleet.cluster.embedded import EmbeddedCluster, is_locked
 from hydra_ext.fleet.cluster.interface import Ended, Event, Order, Task
 from hydra_ext.fleet.journal import Journal, read_only
 from hydra_ext.fleet.scheduling.settings import Settings
@@ -182,28 +182,55 @@ def test_a_folder_has_one_fleet(tmp_path: Path) -> None:
         Fleet(tmp_path).resume()
 
 
+def endless(folder: Path, gang: int, technique: str, **configuration: Any) -> Order:
+    """An order that only a request ends."""
+    return Order(
+        gang=gang,
+        task=Task.TRAIN,
+        job=trainings.job("a", steps=10**6).describe(),
+        folder=str(folder / str(gang)),
+        devices=[fleet_devices.choose(1, BUDGET)[0].describe()],
+        settings=Settings(interval=1e3, patience=1e3, path=sys.path),
+        technique=technique,
+        configuration=configuration,
+    )
+
+
+def ends_of(cluster: EmbeddedCluster) -> list[Event]:
+    """The next ends of gangs."""
+    while True:
+        if found := [event for event in cluster.wait(PATIENCE) if isinstance(event, Ended)]:
+            return list[Event](found)
+
+
 def test_a_gang_that_is_stopped_at_once_saves_and_ends(tmp_path: Path) -> None:
     """The request comes before the process has begun, and is not lost."""
-    devices = fleet_devices.choose(1, BUDGET)
-    cluster = EmbeddedCluster(devices, locks=[tmp_path / "lock"])
+    cluster = EmbeddedCluster(fleet_devices.choose(1, BUDGET), locks=[tmp_path / "lock"])
     try:
         for gang in range(4):
-            order = Order(
-                gang=gang,
-                task=Task.TRAIN,
-                job=trainings.job("a", steps=10**6).describe(),
-                folder=str(tmp_path / str(gang)),
-                devices=[devices[0].describe()],
-                settings=Settings(interval=1e3, patience=1e3, path=sys.path),
-                technique="plain",
-                configuration={"bytes": 0},
-            )
-            cluster.start([order], "here", [0])
+            cluster.start([endless(tmp_path, gang, "plain", bytes=0)], "here", [0])
             cluster.stop(gang)
-            ends: list[Event] = []
-            while not ends:
-                ends = [event for event in cluster.wait(PATIENCE) if isinstance(event, Ended)]
-            assert ends == [Ended(gang=gang, failure=None)]
+            assert ends_of(cluster) == [Ended(gang=gang, failure=None)]
             assert "stopped" in events(tmp_path / str(gang))
     finally:
         cluster.close()
+
+
+def test_a_lock_can_be_given_up_for_a_gang_that_has_left_its_process(tmp_path: Path) -> None:
+    """Its job may go on in another process, while the one that shared its device goes on in this one."""
+    locks = [tmp_path / str(gang) / "lock" for gang in range(2)]
+    for lock in locks:
+        lock.parent.mkdir()
+    cluster = EmbeddedCluster(fleet_devices.choose(1, BUDGET), locks=locks)
+    try:
+        cluster.start([endless(tmp_path, gang, "shared offload") for gang in range(2)], "here", [0])
+        cluster.stop(0)
+        assert ends_of(cluster) == [Ended(gang=0, failure=None)]
+        assert [is_locked(lock) for lock in locks] == [True, True]
+        cluster.unlock(locks[0])
+        assert [is_locked(lock) for lock in locks] == [False, True]
+        cluster.stop(1)
+        assert ends_of(cluster) == [Ended(gang=1, failure=None)]
+    finally:
+        cluster.close()
+    assert [is_locked(lock) for lock in locks] == [False, False]
