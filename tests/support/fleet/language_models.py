@@ -25,9 +25,17 @@ _COMMON = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_at
 
 
 def first() -> nn.Module:
-    # No dropout: with it a pipeline draws other numbers than the plain loop, and would not be asked.
+    # Neither dropout nor tied weights: a pipeline would draw and add up other numbers than the plain loop.
     config = GPT2Config(
-        vocab_size=256, n_embd=64, n_layer=3, n_head=4, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        vocab_size=256,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=LENGTH,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        tie_word_embeddings=False,
     )
     return GPT2LMHeadModel(config)
 
