@@ -177,10 +177,10 @@ def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: 
         session.save(folder, {"step": len(losses)})
         saved = time.monotonic() - begun
     if gang.rank == 0:
-        step = statistics.median(seconds[WARM_UP:] or seconds[-1:])
+        step_s = statistics.median(seconds[WARM_UP:] or seconds[-1:])
         result = {
-            "open_s": opened + sum(max(0.0, each - step) for each in seconds[:WARM_UP]),
-            "step_s": step,
+            "open_s": opened + sum(max(0.0, each - step_s) for each in seconds[:WARM_UP]),
+            "step_s": step_s,
             "save_s": saved,
             "digest": digest(folder, losses),
         }
