@@ -73,8 +73,10 @@ class EmbeddedCluster:
                 pass_fds=list(self._locked.values()),
             )
         except BaseException:  # re-raised: the files have no other owner yet
-            self._unlock()
+            self._forget_locks()
             raise
+        if len(locks) == 1:
+            self._forget_locks()  # the workers have it now, and keep it to their end
         self._listener = threading.Thread(target=self._listen, name="hydra_ext fleet", daemon=True)
         self._listener.start()
         if self._next(_START) is None:
@@ -136,17 +138,17 @@ class EmbeddedCluster:
                 self._zygote.stdin.close()
         self._zygote.wait()
         self._listener.join()
-        self._unlock()
+        self._forget_locks()
 
     def unlock(self, lock: Path) -> None:
-        """Gives a lock up before the workers end: what it guards is theirs no more."""
-        descriptor = self._locked.pop(lock)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # for all processes that have inherited it
-        os.close(descriptor)
+        """Gives one of several locks up before the workers end: what it guards is theirs no more."""
+        if lock in self._locked:
+            fcntl.flock(self._locked[lock], fcntl.LOCK_UN)  # for all processes that have inherited it
+            os.close(self._locked.pop(lock))
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _unlock(self) -> None:
+    def _forget_locks(self) -> None:
         """Closes this process's descriptors. Workers keep the locks, if there are some."""
         while self._locked:
             os.close(self._locked.popitem()[1])
