@@ -29,6 +29,7 @@ from hydra_ext.runtime.rounds.fibers import ThreadSettings
 from hydra_ext.runtime.rounds.isolation import Surroundings, keep_no_casts, replaced_functions
 
 _SECONDS_TO_A_SIGNAL = 0.2  # Python delivers signals between two waits of the main thread
+_SECONDS_TO_START = 2.0  # of a thread whose start was interrupted: whether it was made is not known
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,12 @@ class _Tenant:
             self.ended = True
             self.sharing.ends.put(None)
 
+    def await_start(self) -> None:
+        """Waits for the thread to begin. An interrupt may have ended ``Thread.start()`` before."""
+        until = time.monotonic() + _SECONDS_TO_START
+        while self.thread.ident is None and time.monotonic() < until:
+            time.sleep(0.001)
+
     @property
     def goes_on(self) -> bool:
         return self.thread.ident is not None and not self.ended
@@ -326,15 +333,16 @@ class _Sharing:
     def _start_and_wait(self) -> None:
         """A signal may interrupt the main thread anywhere inside. Its error is raised once all have ended."""
         interrupt: BaseException | None = None
-        waiting = list(self.tenants)
+        waiting, asked = list(self.tenants), list[_Tenant]()
         while True:
             try:
                 if interrupt is not None:
                     waiting.clear()
                     self._interrupt()
                 while waiting:
-                    waiting.pop(0).thread.start()
-                self._wait()
+                    asked.append(waiting.pop(0))
+                    asked[-1].thread.start()
+                self._wait(asked)
                 break
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupt = error
@@ -347,7 +355,13 @@ class _Sharing:
             for tenant in self.tenants:
                 self.turns.interrupt(tenant.number)
 
-    def _wait(self) -> None:
+    def _wait(self, asked: Sequence[_Tenant]) -> None:
+        """
+        Args:
+            asked: Those whose threads were asked to start.
+        """
+        for tenant in asked:
+            tenant.await_start()
         while any(tenant.goes_on for tenant in self.tenants):
             with contextlib.suppress(Empty):
                 self.ends.get(timeout=_SECONDS_TO_A_SIGNAL)
