@@ -153,9 +153,8 @@ class _Heard(Sequence[Any]):
 def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: float) -> None:
     """Measures a few steps. The first rank leaves the result in the order's file.
 
-    The result has the seconds of opening, with what the first steps take longer, of a step and of saving, and a digest
-    of losses and weights. Of a technique that shares its device it also has the seconds in which a step uses each
-    resource.
+    The result has the seconds of opening, of a step and of saving, and a digest of losses and weights. Of a technique
+    that shares its device it also has the seconds in which a step uses each resource.
 
     Args:
         begun: When the process has begun, by ``time.monotonic()``.
@@ -177,10 +176,9 @@ def try_out(order: Order, job: Job, gang: Gang, technique: Technique, *, begun: 
         session.save(folder, {"step": len(losses)})
         saved = time.monotonic() - begun
     if gang.rank == 0:
-        step_s = statistics.median(seconds[WARM_UP:] or seconds[-1:])
         result = {
-            "open_s": opened + sum(max(0.0, each - step_s) for each in seconds[:WARM_UP]),
-            "step_s": step_s,
+            "open_s": opened,
+            "step_s": statistics.median(seconds[WARM_UP:] or seconds[-1:]),
             "save_s": saved,
             "digest": digest(folder, losses),
         }

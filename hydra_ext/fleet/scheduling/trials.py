@@ -36,7 +36,7 @@ class Option:
         configuration: What the technique has chosen.
         bound: How far its numbers may be from the plain loop's, in words; empty if it has the same bits.
         step_s: Seconds of a step.
-        open_s: Seconds from the start of the processes to the first step, and those that the first steps take longer.
+        open_s: Seconds from the start of the processes to the first step.
         save_s: Seconds of a checkpoint.
     """
 
