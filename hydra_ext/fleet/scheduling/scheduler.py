@@ -243,18 +243,15 @@ class Scheduler:
 
     def _packs(self, jobs: Sequence[JobRecord], now: float) -> list[Pack]:
         """The jobs that share devices now, and the others."""
-        processes: dict[int, list[JobRecord]] = {}
-        packs = []
+        groups: dict[int | str, list[JobRecord]] = {}
         for job in jobs:
-            if job.running is None or job.state is not JobState.RUNNING or job.running.verdict:
-                packs.append(Pack((job,), job.work(now, self._settings.interval)))
-            else:
-                processes.setdefault(job.running.process, []).append(job)
-        for sharing in processes.values():
-            if len(sharing) > 1:
-                packs.append(together(sharing, now, self._settings.interval))
-            else:
-                packs.append(Pack(tuple(sharing), sharing[0].work(now, self._settings.interval)))
+            goes_on = job.running is not None and job.state is JobState.RUNNING and not job.running.verdict
+            groups.setdefault(job.running.process if job.running and goes_on else job.name, []).append(job)
+        interval = self._settings.interval
+        packs = [
+            together(group, now, interval) if len(group) > 1 else Pack((group[0],), group[0].work(now, interval))
+            for group in groups.values()
+        ]
         return [replace(pack, work=self._held_on_nodes(pack.work)) for pack in packs]
 
     def _held_on_nodes(self, work: Work) -> Work:
