@@ -262,6 +262,24 @@ def test_an_interrupt_ends_all_runs(after: int) -> None:
     assert_usable(device)
 
 
+def test_a_thread_whose_start_was_interrupted_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes when the thread was asked for, and it begins behind that."""
+    device, start = device_of(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "tenant-1":
+            start(thread)
+            return
+        start(threading.Timer(0.2, start, (thread,)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.run(lambda: None, lambda: None)
+    assert device._sharing is not None
+    assert all(tenant.ended for tenant in device._sharing.tenants)
+
+
 def test_an_interrupt_behind_all_functions_but_one_reaches_that_one() -> None:
     device = device_of()
     ends: list[int] = []
