@@ -21,6 +21,10 @@ from hydra_ext.errors import UnsupportedModel
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
+class StandIn(nn.Module):
+    """A module of a model that stands for one which is called as a part of a block elsewhere. It is no site."""
+
+
 @dataclass(frozen=True)
 class Block:
     """Parameters that move together, with their names in the model."""
@@ -109,7 +113,7 @@ class _Finder:
         return layout
 
     def visit(self, name: str, module: nn.Module) -> None:
-        if module in self._seen:
+        if module in self._seen or isinstance(module, StandIn):
             return
         self._seen.add(module)
         parameters = [parameter for parameter in module.parameters() if parameter.numel() > 0]

@@ -17,7 +17,7 @@ from hydra_ext.fleet import Fleet, Guide, Job, Outcome, Results, history
 from hydra_ext.fleet.cluster.training import loads_of
 from hydra_ext.fleet.results import Stretch
 from hydra_ext.fleet.scheduling import packing
-from hydra_ext.fleet.scheduling.packing import Pack, ends, paired, slowdown, together
+from hydra_ext.fleet.scheduling.packing import Pack, ends, gathered, paired, slowdowns, together
 from hydra_ext.fleet.scheduling.records import JobRecord, JobState, Running
 from hydra_ext.fleet.scheduling.trials import Option, SharingOption
 from hydra_ext.runtime.placement.sharing import TenantFigures
@@ -45,7 +45,7 @@ def companions(results: Results, name: str) -> list[set[str]]:
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs share their device, whatever was measured."""
-    monkeypatch.setattr(packing, "slowdown", lambda options: 1.0)
+    monkeypatch.setattr(packing, "slowdowns", lambda options: [1.0] * len(options))
 
 
 def shared(folder: Path, jobs: Sequence[Job], **options: Any) -> Results:
@@ -96,9 +96,10 @@ def option(step: float, **loads: float) -> SharingOption:
 
 def test_the_slowdown_is_the_largest_sum_of_parts() -> None:
     link, compute = option(2.0, link=1.8, compute=0.2), option(1.0, link=0.1, compute=1.0)
-    assert slowdown([link, compute]) == pytest.approx(1.1)
-    assert slowdown([compute, compute]) == pytest.approx(2.0)
-    assert slowdown([link, option(1.0)]) == 1.0
+    assert slowdowns([link, compute]) == pytest.approx([1.1, 1.1])
+    assert slowdowns([compute, compute]) == pytest.approx([2.0, 2.0])
+    assert slowdowns([link, option(1.0)]) == [1.0, 1.0]
+    assert slowdowns([compute]) == [1.0]
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=2), st.floats(1, 2))
@@ -113,7 +114,7 @@ def test_a_job_that_is_left_alone_goes_on_without_the_slowdown(alone: list[float
 
 
 def record(name: str, option: Option, *more: Option) -> JobRecord:
-    return JobRecord({"name": name, "steps": 10}, [option, *more], "/nowhere")
+    return JobRecord({"name": name, "steps": 10, "seed": 0}, [option, *more], "/nowhere")
 
 
 def alone(job: JobRecord) -> Pack:
@@ -139,6 +140,51 @@ def test_jobs_that_are_faster_alone_do_not_keep_others_from_sharing() -> None:
     slow = [record(name, option(3.0, **{kind: 2.5})) for name, kind in (("c", "link"), ("d", "compute"))]
     found = paired([alone(job) for job in (*quick, *slow)], 0.0, 1e9)
     assert [pack.names for pack in found] == [("a",), ("b",), ("c", "d")]
+
+
+def of_base(step: float, base: str = "a", seeded: bool = False, **loads: float) -> SharingOption:
+    return replace(option(step, **loads), configuration={"base": base, "seeded": seeded})
+
+
+FETCHES = "host to device"
+
+
+def test_a_step_of_jobs_with_one_base_fetches_it_once() -> None:
+    one, other = of_base(2.0, compute=0.5, **{FETCHES: 1.8}), of_base(1.0, compute=0.4, **{FETCHES: 0.9})
+    assert slowdowns([one, other]) == pytest.approx([1.0, 2.0])  # 2 s: the longest of 0.9 s, 1.8 s and each alone
+    assert slowdowns([one] * 6) == pytest.approx([1.5] * 6)  # 6 x 0.5 s of compute
+    assert slowdowns([one]) == [1.0]
+
+
+def test_jobs_with_one_base_are_gathered_on_the_devices_that_there_are() -> None:
+    def jobs(names: str, **options: Any) -> list[JobRecord]:
+        return [record(name, of_base(1.0, **{FETCHES: 0.9, "compute": 0.05}, **options)) for name in names]
+
+    def gathered_names(given: Sequence[JobRecord], devices: int) -> list[tuple[str, ...]]:
+        return [pack.names for pack in gathered([alone(job) for job in given], devices, 0.0, 1e9)]
+
+    assert gathered_names(jobs("abcd"), 1) == [tuple("abcd")]
+    assert gathered_names(jobs("abcd"), 2) == [tuple("ab"), tuple("cd")]
+    assert gathered_names(jobs("abcd"), 8) == [tuple("ab"), tuple("cd")]
+    assert gathered_names(jobs("abcdefghi"), 1) == [tuple("abcde"), tuple("fghi")]  # at most eight
+    assert gathered_names([*jobs("ab"), *jobs("cd", base="other")], 1) == [tuple("ab"), tuple("cd")]
+    assert gathered_names(jobs("ab", seeded=True), 1) == [tuple("ab")]  # both have seed 0
+    differ = jobs("ab", seeded=True)
+    differ[1].job = {**differ[1].job, "seed": 1}
+    assert gathered_names(differ, 1) == [("a",), ("b",)]
+    busy = [record(name, of_base(1.0, **{FETCHES: 0.1, "compute": 0.95})) for name in "ab"]
+    assert gathered_names(busy, 1) == [("a",), ("b",)]  # they would gain nothing
+    failed = jobs("abc")
+    failed[0].failures.append("it was killed")
+    assert gathered_names(failed, 1) == [("a",), tuple("bc")]
+    assert [pack.names for pack in paired([alone(job) for job in jobs("ab")], 0.0, 1e9)] == [("a",), ("b",)]
+
+
+def test_jobs_of_a_group_end_by_their_own_steps() -> None:
+    """The steps of all are as long as those of the slowest, whichever are left."""
+    pack = together([record(name, of_base(step, compute=0.1)) for name, step in (("a", 1.0), ("b", 2.0))], 0.0, 1e9,
+                    common=True)  # fmt: skip
+    assert pack.ends == pytest.approx((20, 20))
 
 
 def test_a_pack_takes_as_long_as_its_jobs_together() -> None:

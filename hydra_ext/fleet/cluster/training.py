@@ -7,7 +7,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from hydra_ext.runtime.placement.sharing import TenantFigures
 
 WARM_UP, MEASURED = 2, 3  # steps of a trial: the first ones record and plan
 CHECKPOINTS = "ckpt"
+
+Request = tuple[Sequence[Any], Sequence[int]]  # microbatches of a step, and their seeds
+Steps = Generator[Request, float, None]  # asks for steps, and gets their losses
 
 
 class Decision(IntEnum):
@@ -51,12 +55,12 @@ class Loop:
     """Trains a job on from its newest checkpoint.
 
     Args:
-        is_stopped: Whether this process was asked to save and end.
+        is_stopped: Whether it is to save and end.
     """
 
     def __init__(self, order: Order, job: Job, gang: Gang, is_stopped: Callable[[], bool]) -> None:
         self._order = order
-        self._job = job
+        self.job = job
         self._gang = gang
         self._is_stopped = is_stopped
         self._folder = Path(order.folder) / CHECKPOINTS
@@ -67,28 +71,39 @@ class Loop:
         Args:
             begun: When the process has begun, by ``time.monotonic()``.
         """
-        try:
-            with technique.open(self._job, self._gang, self._order.configuration) as session:
-                step = self._load(session)
-                self._tell("opened", step, seconds=time.monotonic() - begun, technique=technique.name)
-                self._train(session, step)
-        finally:
-            if self._progress is not None:
-                self._progress.close()
+        with closing(self), technique.open(self.job, self._gang, self._order.configuration) as session:
+            steps = self.steps(session, self.open(session, technique.name, begun))
+            request = next(steps, None)
+            while request is not None:
+                request = go_on(steps, session.step(*request))
+
+    def close(self) -> None:
+        """Nothing is told any more."""
+        if self._progress is not None:
+            self._progress.close()
+
+    def open(self, session: Session, technique: str, begun: float) -> int:
+        """Loads the newest checkpoint, which may be another job's. Returns the number of steps made."""
+        step = self._load(session)
+        self._tell("opened", step, seconds=time.monotonic() - begun, technique=technique)
+        return step
 
     def _load(self, session: Session) -> int:
-        """Loads the newest checkpoint, which may be another job's. Returns the number of steps made."""
         own = OwnOptions(session)
         found = session.load(self._folder)
         if found is None:
             return 0
         step = int(found[1]["step"])
-        if found[1]["job"] != self._job.name:
+        if found[1]["job"] != self.job.name:
             own.put(step)
         return step
 
-    def _train(self, session: Session, step: int) -> None:
-        job, batches, saved, loaded = self._job, Batches(self._job), time.monotonic(), step
+    def steps(self, session: Session, step: int) -> Steps:
+        """Goes on behind so many steps, to the job's end or until it is to stop. Asks for each step.
+
+        So steps of several jobs can be made together.
+        """
+        job, batches, saved, loaded = self.job, Batches(self.job), time.monotonic(), step
         while step < job.steps:
             decision = agreed(self._gang, self._decided(saved))
             if decision is not Decision.GO:
@@ -99,7 +114,7 @@ class Loop:
                 return
             begun = time.monotonic()
             microbatches = batches.of_step(step)
-            loss = session.step(microbatches, job.seeds(step, len(microbatches)))
+            loss = yield microbatches, job.seeds(step, len(microbatches))
             step += 1
             self._tell("step", step, loss=loss, seconds=time.monotonic() - begun)
         if step > loaded or step == 0:
@@ -107,13 +122,13 @@ class Loop:
         self._tell("done", step, evaluation=self._evaluated(session, step))
 
     def _evaluated(self, session: Session, step: int) -> float | None:
-        if self._job.evaluate is None:
+        if self.job.evaluate is None:
             return None
         self._tell("evaluating", step)
-        seed_everything(seed_of(self._job.seed, "evaluation"))
-        microbatches = list(self._job.evaluate())
+        seed_everything(seed_of(self.job.seed, "evaluation"))
+        microbatches = list(self.job.evaluate())
         if not microbatches:
-            raise InvalidJob(f"job {self._job.name!r}: evaluate gave no microbatch: it needs one at least")
+            raise InvalidJob(f"job {self.job.name!r}: evaluate gave no microbatch: it needs one at least")
         return session.evaluate(self._heard(microbatches, step))
 
     def _heard(self, microbatches: list[Any], step: int) -> Sequence[Any]:
@@ -121,18 +136,26 @@ class Loop:
         return _Heard(microbatches, lambda: self._tell("evaluating", step))
 
     def _decided(self, saved: float) -> Decision:
-        if self._is_stopped() or (self._gang.shared is not None and self._order.stop_file.exists()):
+        if self._is_stopped():
             return Decision.STOP
         return Decision.SAVE if time.monotonic() - saved > self._order.settings.interval else Decision.GO
 
     def _save(self, session: Session, step: int) -> None:
         begun = time.monotonic()
-        session.save(self._folder, {"step": step, "job": self._job.name})
+        session.save(self._folder, {"step": step, "job": self.job.name})
         self._tell("saved", step, seconds=time.monotonic() - begun)
 
     def _tell(self, event: str, step: int, **more: Any) -> None:
         if self._progress is not None:
             self._progress.write(event, step, time=time.time(), **more)
+
+
+def go_on(steps: Steps, loss: float) -> Request | None:
+    """Tells the loss of a step. Returns what is asked for next; None at the end."""
+    try:
+        return steps.send(loss)
+    except StopIteration:
+        return None
 
 
 class _Heard(Sequence[Any]):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,9 +23,11 @@ from torch._C._distributed_c10d import FileStore
 from hydra_ext.fleet import references
 from hydra_ext.fleet.cluster import training
 from hydra_ext.fleet.cluster.interface import Order, Task
+from hydra_ext.fleet.cluster.together import run_together
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.techniques import Gang, WontDo, technique_named
+from hydra_ext.fleet.techniques.common import CommonBase
 from hydra_ext.runtime.placement.sharing import SharedDevice
 
 logger = logging.getLogger(__name__)
@@ -47,9 +49,12 @@ def run(orders: Sequence[Order], rank: int) -> int:
             _search(order, Job.of(dict(order.job)))
             return 0
         with _gang(order, rank) as gang:
-            if technique_named(order.technique).tenants > 1 and gang.ranks == 1:
+            technique = technique_named(order.technique)
+            if isinstance(technique, CommonBase) and order.task is Task.TRAIN:
+                return _share_base(orders, gang, stop, begun)
+            if technique.tenants > 1 and gang.ranks == 1:
                 return _share_device(orders, gang, stop, begun)
-            _carry_out(order, gang, stop, begun)
+            _carry_out(order, gang, stop.is_set, begun)
     except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the process ends here
         traceback.print_exc()  # into the job's log
         for each in [order, *(each for each in orders[1:] if not each.result_file.exists())]:
@@ -58,12 +63,12 @@ def run(orders: Sequence[Order], rank: int) -> int:
     return 0
 
 
-def _carry_out(order: Order, gang: Gang, stop: threading.Event, begun: float) -> None:
+def _carry_out(order: Order, gang: Gang, is_stopped: Callable[[], bool], begun: float) -> None:
     job, technique = Job.of(dict(order.job)), technique_named(order.technique)
     if order.task is Task.TRIAL:
         training.try_out(order, job, gang, technique, begun=begun)
     else:
-        training.Loop(order, job, gang, stop.is_set).run(technique, begun=begun)
+        training.Loop(order, job, gang, is_stopped).run(technique, begun=begun)
 
 
 def _share_device(orders: Sequence[Order], gang: Gang, stop: threading.Event, begun: float) -> int:
@@ -76,13 +81,36 @@ def _share_device(orders: Sequence[Order], gang: Gang, stop: threading.Event, be
 
 def _tenant(order: Order, gang: Gang, stop: threading.Event, begun: float) -> int:
     """Carries out one order. What it raises is no matter of the others. Returns what would be its exit status."""
-    status = 0
+    failure = None
     try:
-        _carry_out(order, gang, stop, begun)
+        _carry_out(order, gang, partial(_is_stopped, order, stop), begun)
     except BaseException as error:  # noqa: BLE001 - told to the fleet, whatever it is: the tenant ends here
-        traceback.print_exc()
-        training.write_result(order.error_file(gang.rank), _told(error))
-        status = FAILED
+        failure = error
+    return _left(order, gang, failure)
+
+
+def _share_base(orders: Sequence[Order], gang: Gang, stop: threading.Event, begun: float) -> int:
+    """Trains the jobs of several orders step by step together. Returns the exit status."""
+    statuses = [0] * len(orders)
+
+    def ended(number: int, error: BaseException | None) -> None:
+        statuses[number] = _left(orders[number], gang, error)
+
+    loops = [training.Loop(order, Job.of(dict(order.job)), gang, partial(_is_stopped, order, stop)) for order in orders]
+    run_together(loops, gang, begun=begun, ended=ended)
+    return max(statuses)
+
+
+def _is_stopped(order: Order, stop: threading.Event) -> bool:
+    return stop.is_set() or order.stop_file.exists()
+
+
+def _left(order: Order, gang: Gang, failure: BaseException | None) -> int:
+    """Tells how an order's part of the process has ended. Returns what would be its exit status."""
+    if failure is not None:
+        traceback.print_exception(failure)
+        training.write_result(order.error_file(gang.rank), _told(failure))
+    status = 0 if failure is None else FAILED
     if order.task is Task.TRAIN:
         training.write_result(order.result_file, status)
     return status

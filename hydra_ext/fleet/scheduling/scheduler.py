@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra_ext.errors import StateError
 from hydra_ext.fleet.cluster.interface import Cluster, Event, Failure, Node, Order, Progress, Task
-from hydra_ext.fleet.scheduling.packing import Pack, may_share, paired, slowdown, together
+from hydra_ext.fleet.scheduling.packing import Pack, alternatives, may_share, slowdowns, together
 from hydra_ext.fleet.scheduling.planning import LEAST_GAIN, FleetPlan, Placed, Planner, Work, make_plan
 from hydra_ext.fleet.scheduling.records import ENDED, SHORTEST, JobRecord, JobState, Running
 from hydra_ext.fleet.scheduling.settings import Settings
@@ -260,14 +260,14 @@ class Scheduler:
         return work
 
     def _best(self, packs: Sequence[Pack], sizes: Mapping[str, int], now: float) -> FleetPlan:
-        """The plan without further packs, or the one with them if it gains."""
-        plan = self._planned(packs, sizes, now)
-        pairs = paired(packs, now, self._settings.interval)
-        if len(pairs) == len(packs):
-            return plan
-        other = self._planned(pairs, sizes, now)
-        best = other if other.makespan < plan.makespan * (1 - LEAST_GAIN) else plan
-        return replace(best, bound=None)  # which holds for these packs only
+        """The plan without further packs, or one with them that gains."""
+        best = self._planned(packs, sizes, now)
+        others = alternatives(packs, sum(sizes.values()), now, self._settings.interval)
+        for each in others:
+            other = self._planned(each, sizes, now)
+            if other.makespan < best.makespan * (1 - LEAST_GAIN):
+                best = other
+        return replace(best, bound=None) if others else best  # which holds for its packs only
 
     def _planned(self, packs: Sequence[Pack], sizes: Mapping[str, int], now: float) -> FleetPlan:
         """A plan of jobs, by one of packs."""
@@ -319,10 +319,10 @@ class Scheduler:
     def _start(self, jobs: Sequence[JobRecord], node: Node, devices: tuple[int, ...]) -> None:
         """Starts a job, and those that share the device with it."""
         chosen = [job.options[self._option(job)] for job in jobs]
-        factor = slowdown(chosen) if len(jobs) > 1 else 1.0
+        factors = slowdowns(chosen)
         orders = [self._order(job, option, node, devices) for job, option in zip(jobs, chosen, strict=True)]
         now = self._cluster.now()
-        for job, option, order in zip(jobs, chosen, orders, strict=True):
+        for job, option, order, factor in zip(jobs, chosen, orders, factors, strict=True):
             number = self._option(job)
             job.state = JobState.RUNNING
             job.running = Running(order.gang, number, node.name, devices, orders[0].gang, now)
@@ -427,10 +427,9 @@ class Scheduler:
 
     def _hear_end(self, job: JobRecord, running: Running, failure: Failure | None) -> None:
         sharing, now = self._in(running), self._cluster.now()
-        if len(sharing) > 1:  # the other one has the device alone now
-            factor = slowdown([_option_of(each) for each in sharing])
-            for each in sharing:
-                each.seconds[0 if each.running is None else each.running.option] /= factor
+        _scale(sharing, [1 / factor for factor in slowdowns(list(map(_option_of, sharing)))])
+        others = [each for each in sharing if each is not job]
+        _scale(others, slowdowns(list(map(_option_of, others))))
         job.running = None
         del self._running[running.gang]
         if failure is not None and running.verdict:
@@ -483,6 +482,12 @@ class Scheduler:
         late = now - self._agenda.made - self._plan.jobs[job.name].end
         is_on_time = abs(late) <= _AS_PLANNED * max(self._plan.makespan, SHORTEST)
         return is_on_time and any(each.state is JobState.WAITING for each in self._jobs.values())
+
+
+def _scale(jobs: Sequence[JobRecord], factors: Sequence[float]) -> None:
+    """A step of running jobs takes so many times as long as it did."""
+    for job, factor in zip(jobs, factors, strict=True):
+        job.seconds[0 if job.running is None else job.running.option] *= factor
 
 
 def _option_of(job: JobRecord) -> Option:

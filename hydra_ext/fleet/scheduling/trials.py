@@ -60,6 +60,11 @@ class SharingOption(Option):
 
     loads: Mapping[str, float]
 
+    def base_for(self, seed: int) -> str:
+        """What a job with this seed has in common with those that it makes its steps with; empty if it makes none."""
+        base = str(self.configuration.get("base", ""))
+        return f"{base}/{seed}" if self.configuration.get("seeded") else base
+
 
 def _option(described: Mapping[str, Any]) -> Option:
     return SharingOption(**described) if "loads" in described else Option(**described)

@@ -30,11 +30,11 @@ def plain_bytes(job: Job) -> int:
     return plan.ideal_bytes + trained
 
 
-def expect_fit(job: Job, budget: int, *, tenants: int = 1) -> None:
+def expect_fit(job: Job, budget: int, *, parts: int = 1) -> None:
     """
     Args:
         budget: Of the device.
-        tenants: How many jobs share it.
+        parts: Equal parts of the budget, of which the job has one.
 
     Raises:
         WontDo: No plan for offloading fits the budget.
@@ -46,11 +46,11 @@ def expect_fit(job: Job, budget: int, *, tenants: int = 1) -> None:
             microbatches[0],
             lambda each: job.loss(model, each),
             microbatches=len(microbatches),
-            budget=budget // tenants,
+            budget=budget // parts,
         )
     except BudgetTooSmall as error:
-        part = "" if tenants == 1 else f"its part of a device that {tenants} jobs share is too small: "
-        raise WontDo(f"{part}{error}", smallest_budget=tenants * error.smallest_budget) from error
+        part = "" if parts == 1 else f"its part of a device that {parts} jobs share is too small: "
+        raise WontDo(f"{part}{error}", smallest_budget=parts * error.smallest_budget) from error
     except HostBudgetTooSmall as error:
         raise WontDo(str(error)) from error
     except NotOnFakeTensors:

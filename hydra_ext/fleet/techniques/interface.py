@@ -130,8 +130,7 @@ class Technique(ABC):
         exact: Whether it gives the bits of the plain loop on any number of devices. The fleet checks this on the steps
             that it measures.
         bound: For others: how far the numbers may be from the plain loop's, in words.
-        tenants: 2 if two jobs may share one device and one process. Sessions on one device then open ``gang.shared``,
-            each with its part of the budget.
+        tenants: How many jobs may share one device and one process. Sessions on one device then open ``gang.shared``.
     """
 
     name: str

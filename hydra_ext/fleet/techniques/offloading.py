@@ -27,15 +27,20 @@ SUMS_OF_SUMS = (
 
 
 class Offloading(Technique):
-    """``hydra_ext.offload`` with the device's budget."""
+    """``hydra_ext.offload`` with the device's budget.
+
+    Attributes:
+        parts: Equal parts of the budget, of which a job has one.
+    """
 
     name = "offload"
+    parts: int = 1
 
     def counts(self, devices: int) -> Sequence[int]:
         return [1]
 
     def search(self, job: Job, devices: Sequence[Device]) -> Configuration:
-        forecast.expect_fit(job, devices[0].budget, tenants=self.tenants)
+        forecast.expect_fit(job, devices[0].budget, parts=self.parts)
         return {}
 
     @contextmanager
@@ -44,7 +49,7 @@ class Offloading(Technique):
         optimizer = build_optimizer(job, model.parameters())
         schedule = build_schedule(job, optimizer)
         place = gang.device.given if gang.shared is None else gang.shared
-        with offload(model, optimizer, budget=gang.device.budget // self.tenants, device=place) as run:
+        with offload(model, optimizer, budget=gang.device.budget // self.parts, device=place) as run:
             yield OffloadSession(job, run, (optimizer, schedule), gang)
 
 
@@ -52,7 +57,7 @@ class Sharing(Offloading):
     """``hydra_ext.offload`` on a device that two jobs share, block by block: :class:`hydra_ext.SharedDevice`."""
 
     name = "shared offload"
-    tenants = 2
+    tenants = parts = 2
 
 
 class DataParallel(Offloading):

@@ -50,35 +50,86 @@ class Plain(Technique):
         yield PlainSession(job, gang.device, int(configuration["bytes"]))
 
 
-class PlainSession(Session):
+class LocalSession(Session):
+    """A session whose model, optimizer and schedule are plain objects of this process.
+
+    Args:
+        place: Of the model.
+
+    Attributes:
+        steps: Number of optimizer steps made.
+    """
+
+    def __init__(self, job: Job, device: Device, place: torch.device) -> None:
+        self.job = job
+        self._device = device
+        self.model = build_model(job).to(place)
+        self.optimizer = build_optimizer(job, self.model.parameters())
+        self.schedule = build_schedule(job, self.optimizer)
+        self.steps = 0
+
+    def loss(self, model: nn.Module, microbatch: Any) -> torch.Tensor:
+        return self.job.loss(model, self._device.moved(microbatch))
+
+    def clip(self) -> None:
+        """Clips the gradients, if the job asks for it."""
+        if self.job.max_norm is not None:
+            clip_of(self.optimizer)(self.model.parameters(), self.job.max_norm)
+
+    def save(self, folder: Path, extra: Any) -> None:
+        training = self._training()
+        contents = snapshot.take(training, snapshot.randomness(training), step=self.steps, extra=extra)
+        saving.save(folder, contents, keep=2, files=Files())
+
+    def load(self, folder: Path) -> tuple[int, Any] | None:
+        with choosing.newest(folder, Files(), lambda it: it.hold(manifest.SECTIONS), strict=False) as reader:
+            if reader is None:
+                return None
+            snapshot.Return(self._training(), reader).put()
+            found = loading.loaded(reader)
+            self.steps = found.step
+            return found.step, found.extra
+
+    @property
+    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
+        return [(self.optimizer, self.schedule)]
+
+    def _training(self) -> Training:
+        return Training(
+            self.model,
+            self.optimizer,
+            discover(self.model, largest_bytes=sum(parameter.nbytes for parameter in self.model.parameters())),
+            self._device.torch_device,
+            None,
+            {"schedule": self.schedule, "scaler": None},
+            None,
+            None,
+        )
+
+
+class PlainSession(LocalSession):
     """
     Args:
         needed: Device bytes without the optimizer's state, whose size shows in the first step; None if it fits.
     """
 
     def __init__(self, job: Job, device: Device, needed: int | None) -> None:
-        self._job = job
-        self._device = device
+        super().__init__(job, device, device.torch_device)
         self._needed = needed
-        self.model = build_model(job).to(device.torch_device)
-        self.optimizer = build_optimizer(job, self.model.parameters())
-        self.schedule = build_schedule(job, self.optimizer)
-        self._steps = 0
 
     def step(self, microbatches: Sequence[Any], seeds: Sequence[int]) -> float:
         losses = []
         for microbatch, seed in zip(microbatches, seeds, strict=True):
             torch.manual_seed(seed)
-            loss = self._job.loss(self.model, self._device.moved(microbatch))
+            loss = self.loss(self.model, microbatch)
             (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        if self._job.max_norm is not None:
-            clip_of(self.optimizer)(self.model.parameters(), self._job.max_norm)
+        self.clip()
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
         self.optimizer.zero_grad()
-        self._steps += 1
+        self.steps += 1
         self._check_room()
         return float(torch.stack(losses).mean())
 
@@ -101,37 +152,7 @@ class PlainSession(Session):
         self._needed = None
 
     def evaluate(self, microbatches: Sequence[Any]) -> float:
-        return evaluated(self.model, lambda each: self._job.loss(self.model, self._device.moved(each)), microbatches)
-
-    def save(self, folder: Path, extra: Any) -> None:
-        training = self._training()
-        contents = snapshot.take(training, snapshot.randomness(training), step=self._steps, extra=extra)
-        saving.save(folder, contents, keep=2, files=Files())
-
-    def load(self, folder: Path) -> tuple[int, Any] | None:
-        with choosing.newest(folder, Files(), lambda it: it.hold(manifest.SECTIONS), strict=False) as reader:
-            if reader is None:
-                return None
-            snapshot.Return(self._training(), reader).put()
-            found = loading.loaded(reader)
-            self._steps = found.step
-            return found.step, found.extra
-
-    @property
-    def trained(self) -> Sequence[tuple[Optimizer, LRScheduler | None]]:
-        return [(self.optimizer, self.schedule)]
-
-    def _training(self) -> Training:
-        return Training(
-            self.model,
-            self.optimizer,
-            discover(self.model, largest_bytes=sum(parameter.nbytes for parameter in self.model.parameters())),
-            self._device.torch_device,
-            None,
-            {"schedule": self.schedule, "scaler": None},
-            None,
-            None,
-        )
+        return evaluated(self.model, lambda each: self.loss(self.model, each), microbatches)
 
 
 def evaluated(model: nn.Module, loss: Any, microbatches: Sequence[Any]) -> float:

@@ -11,13 +11,14 @@ BUILT_IN = {
     "plain": "hydra_ext.fleet.techniques.plain:Plain",
     "offload": "hydra_ext.fleet.techniques.offloading:Offloading",
     "shared offload": "hydra_ext.fleet.techniques.offloading:Sharing",
+    "common base": "hydra_ext.fleet.techniques.common:CommonBase",
     "data parallel": "hydra_ext.fleet.techniques.offloading:DataParallel",
     "fsdp": "hydra_ext.fleet.techniques.sharded:FullySharded",
     "pipeline": "hydra_ext.fleet.techniques.staged:Staged",
     "pipeline 2bw": "hydra_ext.fleet.techniques.staged:Delayed",
 }
 # Jobs that share a process also share what their modules keep: so it has to be asked for.
-DEFAULT = tuple(name for name in BUILT_IN if name != "shared offload")
+DEFAULT = tuple(name for name in BUILT_IN if name not in ("shared offload", "common base"))
 
 
 def technique_named(place: str) -> Technique:

@@ -76,14 +76,29 @@ def shared_jobs() -> list[Job]:
     return [link_bound("link", steps=12, exact=False), compute_bound("compute", steps=12, exact=False)]
 
 
+def adapter_jobs() -> list[Job]:
+    model = partial(trainings.adapted, width=64)
+    data = partial(trainings.batches, width=64)
+    return [
+        trainings.job(
+            f"adapter-{i}", model=model, data=data, loss=SLOW, steps=30, evaluate=None, lr=1e-2 / 2**i, exact=False
+        )
+        for i in range(3)
+    ]
+
+
+TECHNIQUES = {"shared_jobs": "shared offload", "adapter_jobs": "common base"}
+
+
 def run(folder: str, jobs: str) -> None:
     """What the process does: it begins, or goes on."""
     torch.set_num_threads(1)
     if (Path(folder) / "journal.jsonl").exists():
         Fleet(folder).resume()
-    elif jobs == "shared_jobs":
-        Fleet(folder, devices=[SLOW_LINK], budget="512KiB").run(
-            shared_jobs(), techniques=["shared offload"], interval=0.1
+    elif jobs in TECHNIQUES:
+        budget = "512KiB" if jobs == "shared_jobs" else "96KiB"
+        Fleet(folder, devices=[SLOW_LINK], budget=budget).run(
+            globals()[jobs](), techniques=[TECHNIQUES[jobs]], interval=0.1
         )
     else:
         Fleet(folder, devices=2, budget="1MiB").run(globals()[jobs](), techniques=["plain"], interval=0.1)

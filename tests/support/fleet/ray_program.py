@@ -48,7 +48,7 @@ def main(folder: Path, nodes: int, how: str = "alone") -> None:
         jobs = drives.long_jobs() if added else [trainings.job("alone", steps=4)]
         device, budget, techniques = SimulatedDevice(), "1MiB", ["plain"]
         if how == "shared":
-            packing.slowdown = lambda options: 1.0  # whatever was measured
+            packing.slowdowns = lambda options: [1.0] * len(options)  # whatever was measured
             jobs, techniques = drives.shared_jobs(), ["shared offload"]
             device, budget = drives.SLOW_LINK, "512KiB"
         killer = threading.Thread(target=kill_one, args=(cluster, added, folder))

@@ -46,6 +46,67 @@ def layered(width: int = WIDTH, blocks: int = 4, dropout: float = 0.0, normed: b
     return Layered(width, blocks, dropout, normed)
 
 
+class Adapter(nn.Module):
+    """A frozen layer, with the product of two small matrices beside it."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.down = nn.Parameter(torch.zeros(rank, width))
+        self.up = nn.Parameter(torch.zeros(width, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.base(x) + x @ self.down.T @ self.up.T)
+
+
+class Adapted(nn.Module):
+    """Layers with adapters and dropout, and a head for each job.
+
+    Args:
+        counts: Whether the output depends on the number of calls.
+    """
+
+    def __init__(self, width: int, blocks: int, rank: int, dropout: float, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapter(width, rank) for _ in range(blocks))
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.BatchNorm1d(width)
+        self.counts = counts
+        self.calls = 0
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        x = x * (1 + 1e-3 * self.calls)
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+
+def adapted(
+    width: int = WIDTH,
+    blocks: int = 6,
+    rank: int = 4,
+    dropout: float = 0.0,
+    base: int | None = 7,
+    counts: bool = False,
+) -> nn.Module:
+    """A model whose base is drawn with a seed of its own, as if it were read from a file; None for the job's seed."""
+    with torch.random.fork_rng(enabled=base is not None):
+        if base is not None:
+            torch.manual_seed(base)
+        model = Adapted(width, blocks, rank, dropout, counts)
+    model.layers.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    for layer in model.layers:
+        for matrix in (layer.down, layer.up):  # type: ignore[union-attr]
+            nn.init.normal_(matrix.requires_grad_(True), std=0.1)  # type: ignore[union-attr,arg-type]
+    nn.init.normal_(model.head.weight, std=0.1)
+    return model
+
+
 def batches(width: int = WIDTH, steps: int = 5, microbatches: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
     """Drawn from torch's own generator: its seed is the job's."""
     return [[(torch.randn(6, width), torch.randint(0, 5, (6,))) for _ in range(microbatches)] for _ in range(steps)]

@@ -1,0 +1,440 @@
+"""Jobs that train adapters of one frozen base: they make their steps together, and none is disturbed by another one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext import SimulatedDevice
+from hydra_ext.fleet import Fleet, Guide, Job, Outcome, Results, history
+from hydra_ext.fleet.devices import Device
+from hydra_ext.fleet.scheduling import packing
+from hydra_ext.fleet.techniques import Gang, WontDo
+from hydra_ext.fleet.techniques.building import Batches
+from hydra_ext.fleet.techniques.common import Asked, Common, CommonBase, Member, base_of
+from support.fleet import drives, trainings
+from support.fleet.comparison import assert_as_alone
+from support.fleet.drives import driven, events, wait_for
+
+WIDTH = 64
+BUDGET = 3 * 4 * WIDTH * (WIDTH + 1) + 2**15  # of six layers
+DEVICE = SimulatedDevice(to_device_bytes_per_second=1e7, to_host_bytes_per_second=1e7)
+
+
+def job(name: str, *, rank: int = 4, dropout: float = 0.0, **options: Any) -> Job:
+    model = partial(trainings.adapted, width=WIDTH, rank=rank, dropout=dropout)
+    data = partial(trainings.batches, width=WIDTH)
+    given: dict[str, Any] = {"model": model, "data": data, "evaluate": evaluation, "steps": 6}
+    return trainings.job(name, **(given | options))
+
+
+def evaluation() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(6, WIDTH), torch.randint(0, 5, (6,))) for _ in range(3)]
+
+
+def several() -> list[Job]:
+    """They differ in all that jobs with one base may differ in."""
+    return [
+        job("a", seed=1, dropout=0.3),
+        job("b", seed=2, rank=8, steps=8, optimizer=partial(hydra_ext.optim.AdamW, lr=1e-2)),
+        job("c", schedule=None, max_norm=None, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), evaluate=None),
+        job("d", steps=5, data=partial(trainings.batches, width=WIDTH, microbatches=3)),
+    ]
+
+
+def two() -> list[Job]:
+    """They differ in their seeds and rates, and are measured once."""
+    return [job("a", seed=1, dropout=0.3), job("b", seed=2, dropout=0.3, optimizer=partial(torch.optim.AdamW, lr=1e-3))]
+
+
+@pytest.fixture
+def gaining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs with one base go together, whatever was measured."""
+    monkeypatch.setattr(packing, "slowdowns", lambda options: [1.0] * len(options))
+
+
+def together(folder: Path, jobs: Sequence[Job], **options: Any) -> Results:
+    fleet = Fleet(folder, devices=[DEVICE], budget=BUDGET)
+    return fleet.run([replace(each, exact=False) for each in jobs], techniques=["common base"], **options)
+
+
+# ---- by themselves --------------------------------------------------------------------------------------------------
+
+
+def gang(budget: int = BUDGET) -> Gang:
+    device = Device(name="simulated", card=None, simulated=SimulatedDevice(), budget=budget)
+    return Gang(device=device, rank=0, ranks=1)
+
+
+class Together:
+    """Some jobs that make their steps together, step by step."""
+
+    def __init__(self, common: Common, jobs: Sequence[Job]) -> None:
+        self.common = common
+        self.members: list[Member] = []
+        self.shared: list[int] = []
+        self._batches: list[Batches] = []
+        self.losses: dict[str, list[float | BaseException]] = {each.name: [] for each in jobs}
+        for each in jobs:
+            member = common.admit(each)
+            self.shared.append(common.share(member))
+            self.members.append(member)
+            self._batches.append(Batches(each))
+
+    def step(self, which: Sequence[int] | None = None) -> None:
+        """A step of all jobs, or of some."""
+        chosen = range(len(self.members)) if which is None else which
+        asked = []
+        for number in chosen:
+            member = self.members[number]
+            microbatches = self._batches[number].of_step(member.steps)
+            asked.append(Asked(member, microbatches, member.job.seeds(member.steps, len(microbatches))))
+        for each, outcome in zip(asked, self.common.step(asked), strict=True):
+            self.losses[each.member.job.name].append(outcome)
+
+    def moved(self, which: Sequence[int] | None = None) -> int:
+        """Bytes of weights that a step moves."""
+        assert self.common.run is not None
+        before = self.common.run.report().weights_moved_bytes
+        self.step(which)
+        return self.common.run.report().weights_moved_bytes - before
+
+
+@contextmanager
+def begun(jobs: Sequence[Job], budget: int = BUDGET) -> Iterator[Together]:
+    with Common(gang(budget)) as common:
+        yield Together(common, jobs)
+
+
+def assert_alone(found: Together, jobs: Sequence[Job]) -> None:
+    for each, member in zip(jobs, found.members, strict=True):
+        weights, losses, _ = trainings.plainly(each, threads=torch.get_num_threads())
+        assert found.losses[each.name] == losses[: member.steps]
+        if member.steps == each.steps:
+            state = member.model.state_dict()
+            assert state.keys() == weights.keys()
+            assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_jobs_step_together_and_have_the_numbers_of_each_alone() -> None:
+    jobs = [replace(each, steps=5) for each in several()]
+    with begun(jobs) as found:
+        for _ in range(5):
+            found.step()
+        assert found.common.run is not None
+        report = found.common.run.report()
+        assert report.evictions > 0
+        assert report.fallbacks == report.refusals == 0
+    frozen = sum(each.nbytes for each in found.members[0].model.parameters() if not each.requires_grad)
+    assert found.shared == [0, frozen, frozen, frozen]
+    assert_alone(found, jobs)
+
+
+def test_a_step_of_eight_jobs_fetches_each_block_once_a_pass() -> None:
+    jobs = [job(f"job-{i}", lr=1e-2 / 2**i, seed=i, data=partial(trainings.batches, width=WIDTH, microbatches=1))
+            for i in range(8)]  # fmt: skip
+    budget = 3 * 4 * (WIDTH * (WIDTH + 1) + 8 * 8 * WIDTH) + 2**16
+    with begun(jobs, budget) as found:
+        for _ in range(3):
+            found.step()
+        together = found.moved()
+        single = [found.moved([number]) for number in range(8)]
+        assert found.common.run is not None
+        report = found.common.run.report()
+        assert report.evictions > 0
+        assert report.fallbacks == report.refusals == 0
+        weights = sum(each.nbytes for each in found.common.run.model.parameters())
+    assert 0 < together <= 2 * weights  # once forward and once backward, or not at all
+    assert sum(single) > 2 * together
+    assert_alone(found, jobs)
+
+
+def test_jobs_come_and_leave() -> None:
+    """Models are on the host in between, as they were built."""
+    jobs = several()[:3]
+    with begun(jobs) as found:
+        found.step()
+        found.common.dismiss(found.members[1:2])
+        assert found.common.run is None
+        found.step([0, 2])
+        late = job("late", rank=2, steps=3)
+        member = found.common.admit(late)
+        assert found.common.share(member) > 0
+        for step in range(3):
+            microbatches = batches_of(late)[step]
+            (outcome,) = found.common.step([Asked(member, microbatches, late.seeds(step, 2))])
+            assert isinstance(outcome, float)
+    assert_alone(found, jobs)
+    weights, _, _ = trainings.plainly(late, threads=torch.get_num_threads())
+    assert all(torch.equal(each, weights[name]) for name, each in member.model.state_dict().items())
+
+
+def batches_of(given: Job) -> Sequence[Any]:
+    batches = Batches(given)
+    return [batches.of_step(step) for step in range(given.steps)]
+
+
+def test_weights_that_differ_are_not_shared() -> None:
+    jobs = [job("a"), job("b", model=partial(trainings.adapted, width=WIDTH, base=8))]
+    with begun(jobs) as found:
+        for _ in range(2):
+            found.step()
+    norm = 2 * 4 * WIDTH  # ones and zeros, in each model
+    assert found.shared == [0, norm]
+    assert_alone(found, jobs)
+
+
+_base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+class OverOneModule(nn.Module):
+    """A model over a base that is the same object for all jobs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = _base
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.relu(self.base(x)))
+        return found
+
+
+def test_jobs_share_a_base_that_is_one_module() -> None:
+    jobs = [job(name, model=OverOneModule, seed=seed) for seed, name in enumerate("ab")]
+    with begun(jobs) as found:
+        for _ in range(3):
+            found.step()
+    assert_alone(found, jobs)
+
+
+def trained_base() -> nn.Module:
+    return nn.Sequential(_base_trained, nn.Linear(WIDTH, 5))
+
+
+_base_trained = nn.Linear(WIDTH, WIDTH)
+
+
+def test_weights_that_two_jobs_would_train_are_refused() -> None:
+    with Common(gang()) as common:
+        common.share(common.admit(job("a", model=trained_base)))
+        with pytest.raises(WontDo, match="weights that another job trains"):
+            common.share(common.admit(job("b", model=trained_base)))
+
+
+def raises_at(model: nn.Module, microbatch: Any, *, sign: float) -> Tensor:
+    """Raises at the first microbatch whose numbers have this sign."""
+    if float(microbatch[0].sum()) * sign > 0:
+        raise RuntimeError("the loss has had a mishap")
+    return trainings.loss(model, microbatch)
+
+
+def test_a_loss_that_raises_is_its_own_job_s_failure() -> None:
+    """Those beside it make the step again, with running statistics and counters as they were before."""
+    counts = partial(trainings.adapted, width=WIDTH, counts=True)
+    jobs = [job("a", model=counts), job("raises", loss=partial(raises_at, sign=1.0)), job("c", seed=3)]
+    with begun(jobs) as found:
+        for _ in range(4):
+            found.step()
+    failed = [each for each in found.losses["raises"] if isinstance(each, RuntimeError)]
+    assert failed
+    assert "mishap" in str(failed[0])
+    del found.members[1]
+    assert_alone(found, [jobs[0], jobs[2]])
+
+
+class FailsOnce(torch.optim.SGD):
+    """Its second update raises."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.updates = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.updates += 1
+        if self.updates == 2:
+            raise ValueError("the update has had a mishap")
+        super().step(closure)
+
+
+def test_an_update_that_raises_is_its_own_job_s_failure() -> None:
+    jobs = [job("fails", optimizer=FailsOnce), job("b", seed=3)]
+    with begun(jobs) as found:
+        for _ in range(3):
+            found.step()
+    assert [isinstance(each, ValueError) for each in found.losses["fails"]] == [False, True, False]
+    del found.members[0]
+    assert_alone(found, jobs[1:])
+
+
+class Rooted(nn.Module):
+    """A model whose root has parameters of its own, frozen and trained, beside an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.place = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+            self.layer = trainings.Adapter(WIDTH, 4)
+        self.layer.base.requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.layer(x + self.place) * self.scale)
+        return found
+
+
+def test_roots_with_parameters_of_their_own_have_the_numbers_of_each_alone() -> None:
+    """There is no block that their jobs could share, and they run one after the other."""
+    jobs = [job(name, model=Rooted, seed=seed) for seed, name in enumerate("ab")]
+    with begun(jobs) as found:
+        for _ in range(3):
+            found.step()
+    assert_alone(found, jobs)
+
+
+def peft_model(rank: int) -> nn.Module:
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+        )
+        base = LlamaForCausalLM(config)
+    return peft.get_peft_model(base, peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
+
+
+def tokens(batches: int = 4) -> list[list[Tensor]]:
+    return [[torch.randint(0, 64, (2, 16)) for _ in range(2)] for _ in range(batches)]
+
+
+def language_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=batch, labels=batch).loss
+    return found
+
+
+@pytest.mark.full
+def test_adapters_of_peft_over_one_llama() -> None:
+    given: dict[str, Any] = {"data": tokens, "loss": language_loss, "evaluate": None, "steps": 4}
+    jobs = [job(f"r{rank}", model=partial(peft_model, rank=rank), seed=rank, **given) for rank in (2, 4, 8)]
+    with begun(jobs, budget=2**18) as found:
+        for _ in range(4):
+            found.step()
+        assert found.common.run is not None
+        report = found.common.run.report()
+        assert report.evictions > 0
+        assert report.fallbacks == report.refusals == 0
+    assert_alone(found, jobs)
+
+
+def draws(model: nn.Module, microbatch: Any) -> Tensor:
+    return trainings.loss(model, microbatch) * random.random()
+
+
+def writes(model: nn.Module, microbatch: Any) -> Tensor:
+    with torch.no_grad():
+        model.norm.weight.mul_(0.9)  # type: ignore[union-attr,operator]
+    return trainings.loss(model, microbatch)
+
+
+@pytest.mark.parametrize(("loss", "said"), [(draws, "random numbers of Python"), (writes, "writes to frozen weights")])
+def test_losses_that_would_disturb_each_other_are_refused(loss: Any, said: str) -> None:
+    with begun([job("a", loss=loss), job("b", loss=loss)]) as found:
+        found.step()
+    assert all(isinstance(each, WontDo) and said in str(each) for (each,) in found.losses.values())
+
+
+def test_the_base_is_told_by_its_bytes() -> None:
+    given = partial(trainings.adapted, width=WIDTH)
+    ranks = [base_of(job("a", rank=rank)) for rank in (2, 4)]
+    assert ranks[0] == ranks[1]
+    assert not ranks[0]["seeded"]
+    assert base_of(job("a", model=partial(given, base=8)))["base"] != ranks[0]["base"]
+    assert base_of(job("a", model=partial(given, base=None)))["seeded"]
+    with pytest.raises(WontDo, match="no weights are frozen"):
+        CommonBase().search(trainings.job("a"), [gang().device])
+
+
+# ---- in a fleet -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("gaining")
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        pytest.param(two, id="like"),
+        pytest.param(several, id="unlike", marks=pytest.mark.full),
+    ],
+)
+def test_jobs_with_one_base_have_the_bits_of_the_plain_loop(jobs: Any, tmp_path: Path) -> None:
+    """Trials compare with the bits of offload first."""
+    given = jobs()
+    results = Fleet(tmp_path, devices=[DEVICE], budget=BUDGET).run(given, techniques=["common base"], interval=0.2)
+    assert_as_alone(results, given)
+    assert history.load(tmp_path).plans[0].packs == [[each.name for each in given]]
+    assert {len(result.stretches) for result in results.values()} == {1}
+    assert not list(tmp_path.glob("*/gang-*"))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("gaining")
+@pytest.mark.parametrize("what", ["raise", "kill", "hang"])
+@pytest.mark.cases(1)
+def test_jobs_go_on_after_a_mishap_of_one(what: str, tmp_path: Path) -> None:
+    """Beside one that raises the others go on. If the process has ended, each begins alone."""
+    loss = partial(trainings.mishap, what=what, folder=trainings.tokens(tmp_path / "tokens", 1), after=14)
+    slow = partial(drives.slowly, seconds=0.02)
+    jobs = [job("blamed", loss=loss, steps=9), job("other", loss=slow, steps=20), job("third", loss=slow, steps=20)]
+    results = together(tmp_path / "fleet", jobs, interval=1e-3, patience=5.0)
+    assert_as_alone(results, [job("blamed", steps=9), *jobs[1:]])
+    assert len(results["blamed"].stretches) == 2
+    assert {len(results[name].stretches) for name in ("other", "third")} == {1 if what == "raise" else 2}
+
+
+class StopsOne(Guide):
+    def stops(self, job: str, step: int, loss: float) -> bool:
+        return job == "a" and step == 3
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("gaining")
+def test_a_job_that_is_stopped_leaves_the_others(tmp_path: Path) -> None:
+    jobs = [job("a"), job("b", loss=partial(drives.slowly, seconds=0.02), steps=20)]
+    results = together(tmp_path, jobs, guide=StopsOne())
+    assert results["a"].outcome is Outcome.STOPPED
+    assert len(results["a"].losses) < 6
+    assert_as_alone(results, jobs[1:])
+    assert len(results["b"].stretches) == 1
+
+
+@pytest.mark.full
+def test_a_fleet_with_a_common_base_goes_on_after_its_process_was_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "fleet"
+    with driven(folder, "adapter_jobs") as driver:
+        wait_for(lambda: all("saved" in events(folder / each.name) for each in drives.adapter_jobs()), driver)
+        driver.kill()
+    results = Fleet(folder).resume()
+    assert_as_alone(results, drives.adapter_jobs())
+
+
+@pytest.mark.full
+def test_a_job_that_cannot_share_goes_on_in_another_way(tmp_path: Path) -> None:
+    """Its loss draws from Python's random numbers, which only the first step shows."""
+    jobs = [replace(job(name, loss=draws, seed=seed), exact=False) for seed, name in enumerate("ab")]
+    fleet = Fleet(tmp_path, devices=[DEVICE], budget=BUDGET)
+    results = fleet.run(jobs, techniques=["offload", "common base"])
+    assert_as_alone(results, jobs)
+    assert all(result.stretches[-1].technique == "offload" for result in results.values())
