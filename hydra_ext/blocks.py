@@ -17,12 +17,12 @@ from torch import nn
 from hydra_ext.calls import is_compiled
 from hydra_ext.errors import UnsupportedModel
 
+# A block is at most this part of the model, where modules allow it, and this part of the budget.
+_BLOCKS_PER_MODEL = 16
+_BLOCKS_PER_BUDGET = 4
+
 # Containers whose own __call__ never runs: their parents call the elements, or read the parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-class StandIn(nn.Module):
-    """A module of a model that stands for one which is called as a part of a block elsewhere. It is no site."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,19 @@ class Layout:
     sites: list[Site] = field(default_factory=list)
 
 
+def block_limit(total: int, budget: int) -> int:
+    """Most bytes of a block, where modules allow it: a part of the model's bytes, and of the budget."""
+    return min(total // _BLOCKS_PER_MODEL, budget // _BLOCKS_PER_BUDGET)
+
+
 def discover(model: nn.Module, *, largest_bytes: int, modules: Sequence[nn.Module | str] | None = None) -> Layout:
     """Splits a model into blocks of at most ``largest_bytes`` each, where its modules allow it.
 
     Args:
         model: Any module.
         largest_bytes: Most bytes of parameters of a module that becomes one block; larger ones are split.
-        modules: Modules, or their names, that become blocks whatever their size. Other blocks are found by size.
+        modules: Modules, or their names, that become blocks whatever their size. Other blocks are found by size. Those
+            of an ``nn.ModuleList`` become one block together.
 
     Raises:
         UnsupportedModel: ``modules`` names a module that the model does not have, or one inside another.
@@ -113,7 +119,7 @@ class _Finder:
         return layout
 
     def visit(self, name: str, module: nn.Module) -> None:
-        if module in self._seen or isinstance(module, StandIn):
+        if module in self._seen:
             return
         self._seen.add(module)
         parameters = [parameter for parameter in module.parameters() if parameter.numel() > 0]
@@ -130,6 +136,11 @@ class _Finder:
         if whole and not isinstance(module, _CONTAINERS):
             self._seen.update(module.modules())
             self._use(name, module, parameters)
+            return
+        if module in self._chosen and isinstance(module, nn.ModuleList):
+            for child_name, child in module.named_children():
+                self._seen.update(child.modules())
+                self._use(f"{name}.{child_name}", child, parameters)
             return
         own = [p for p in module._parameters.values() if p is not None and p.numel() > 0]
         own += _read_by_parent(module)

@@ -26,7 +26,7 @@ from hydra_ext.activations.choice import (
     policies_of,
 )
 from hydra_ext.activations.saving import Saving
-from hydra_ext.blocks import Layout, Site, discover
+from hydra_ext.blocks import Layout, Site, block_limit, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice, parse_bytes
@@ -42,10 +42,6 @@ from hydra_ext.runtime.run import Run
 
 if TYPE_CHECKING:
     from hydra_ext.heads.calls import Heads
-
-# A block is at most this part of the model, where modules allow it, and this part of the budget.
-_BLOCKS_PER_MODEL = 16
-_BLOCKS_PER_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             ``"auto"`` is 94 % of what a GPU has free, memory that torch has reserved there included.
         device: ``"cuda"``, ``"cuda:1"``, ``"simulated"``, a :class:`SimulatedDevice`, or a :class:`SharedDevice` inside
             one of its functions. ``None`` takes CUDA if there is one, otherwise a simulated device.
-        blocks: Modules, or their names, that move as one. Other blocks are found by size.
+        blocks: Modules, or their names, that move as one; of an ``nn.ModuleList``, all of its modules together. Other
+            blocks are found by size.
         host_budget: Host bytes for weights, gradients, optimizer state, saved tensors that have left the device, and
             working memory together. The rest goes to the disk: state before gradients, gradients before weights. Saved
             tensors get the room that these leave, and go to the disk beyond it. The optimizer, if any, has to be one
@@ -179,7 +176,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
-        largest = min(total // _BLOCKS_PER_MODEL, self._budget // _BLOCKS_PER_BUDGET)
+        largest = block_limit(total, self._budget)
         return discover(self._model, largest_bytes=largest, modules=blocks)
 
     def _largest_block(self) -> tuple[str, int]:

@@ -98,6 +98,17 @@ def test_named_modules_are_blocks_whatever_their_size() -> None:
     assert names(discover(model, largest_bytes=1, modules=[model[0]])) == ["0", "1"]
 
 
+def test_the_modules_of_a_named_list_are_one_block() -> None:
+    """Each of them is a site, and the list, which is never called, is none."""
+    model = nn.ModuleDict(
+        {"pair": nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]), "last": nn.Linear(2, 2)}
+    )
+    layout = discover(model, largest_bytes=1, modules=["pair"])
+    assert names(layout) == ["pair.0", "last"]
+    assert [(site.name, site.blocks) for site in layout.sites] == [("pair.0", (0,)), ("pair.1", (0,)), ("last", (1,))]
+    assert len(layout.blocks[0].parameters) == 4
+
+
 def test_blocks_that_are_not_there_or_lie_in_each_other_are_refused() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     with pytest.raises(UnsupportedModel, match="is not a module of Sequential"):

@@ -50,7 +50,7 @@ def run(orders: Sequence[Order], rank: int) -> int:
             return 0
         with _gang(order, rank) as gang:
             technique = technique_named(order.technique)
-            if isinstance(technique, CommonBase) and order.task is Task.TRAIN:
+            if isinstance(technique, CommonBase) and len(orders) > 1:
                 return _share_base(orders, gang, stop, begun)
             if technique.tenants > 1 and gang.ranks == 1:
                 return _share_device(orders, gang, stop, begun)
@@ -96,7 +96,10 @@ def _share_base(orders: Sequence[Order], gang: Gang, stop: threading.Event, begu
     def ended(number: int, error: BaseException | None) -> None:
         statuses[number] = _left(orders[number], gang, error)
 
-    loops = [training.Loop(order, Job.of(dict(order.job)), gang, partial(_is_stopped, order, stop)) for order in orders]
+    def loop(order: Order) -> training.Loop:
+        return training.Loop(order, Job.of(dict(order.job)), gang, partial(_is_stopped, order, stop))
+
+    loops = [partial(loop, order) for order in orders]
     run_together(loops, gang, begun=begun, ended=ended)
     return max(statuses)
 

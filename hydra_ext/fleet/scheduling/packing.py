@@ -31,12 +31,13 @@ def slowdowns(options: Sequence[Option]) -> list[float]:
     sharing = [option for option in options if isinstance(option, SharingOption)]
     if len(sharing) < 2:
         return [1.0] * len(options)
-    if _is_common(sharing[0]):  # a step of all of them, which fetches the base once
-        loads = [
-            (max if resource == _FETCHES else sum)(option.loads[resource] for option in sharing)
+    if is_common(sharing[0]):  # a step of all of them, which fetches the base once
+        loads = {
+            resource: (max if resource == _FETCHES else sum)(option.loads.get(resource, 0.0) for option in sharing)
             for resource in sharing[0].loads
-        ]
-        seconds = max(*loads, *(option.step_s for option in sharing))
+        }
+        loads["compute"] = loads.get("compute", 0.0) + loads.pop("optimizer", 0.0)  # updates come behind the backward
+        seconds = max(*loads.values(), *(option.step_s for option in sharing))
         return [seconds / option.step_s for option in sharing]
     parts: dict[str, float] = defaultdict(float)
     for option in sharing:
@@ -105,7 +106,11 @@ def together(jobs: Sequence[JobRecord], now: float, interval: float, *, common: 
     if held is not None:
         leave = max(0.0 if work.held is None else work.held.leave for work in works)
         held = replace(held, option=None if held.option is None else 0, leave=leave)
-    found = seconds if _is_common(options[0]) else ends(seconds, factors[0])
+    if is_common(options[0]):  # they open one after the other
+        opening = sum(option.open_s for job, option in zip(jobs, options, strict=True) if job.running is None)
+        found = [each + opening for each in seconds]
+    else:
+        found = ends(seconds, factors[0])
     choice = Choice(devices=1, seconds=max(found))
     work = Work(name=" + ".join(job.name for job in jobs), choices=[choice], held=held)
     return Pack(tuple(jobs), work, tuple(numbers), tuple(found))
@@ -191,10 +196,11 @@ def _sharing(job: JobRecord, *, common: bool) -> int:
 def _sharings(job: JobRecord, *, common: bool) -> list[bool]:
     """For each option, whether a job shares a device with it."""
     return [
-        isinstance(option, SharingOption) and option.devices == 1 and _is_common(option) is common
+        isinstance(option, SharingOption) and option.devices == 1 and is_common(option) is common
         for option in job.options
     ]
 
 
-def _is_common(option: Option) -> bool:
+def is_common(option: Option) -> bool:
+    """Whether jobs with this option that share a device make their steps together."""
     return bool(option.configuration.get("base"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra_ext.errors import StateError
 from hydra_ext.fleet.cluster.interface import Cluster, Event, Failure, Node, Order, Progress, Task
-from hydra_ext.fleet.scheduling.packing import Pack, alternatives, may_share, slowdowns, together
+from hydra_ext.fleet.scheduling.packing import Pack, alternatives, is_common, may_share, slowdowns, together
 from hydra_ext.fleet.scheduling.planning import LEAST_GAIN, FleetPlan, Placed, Planner, Work, make_plan
 from hydra_ext.fleet.scheduling.records import ENDED, SHORTEST, JobRecord, JobState, Running
 from hydra_ext.fleet.scheduling.settings import Settings
@@ -378,10 +378,13 @@ class Scheduler:
         if running is None or running.verdict:
             return float("inf")
         inside = self._in(running)
+        heard = running.heard
+        if is_common(_option_of(job)):  # while one of them saves or evaluates, the others make no step
+            heard = max(each.running.heard for each in inside if each.running is not None)
         if all(each.running is None or each.running.stepped for each in inside):
-            return running.heard + self._settings.patience
+            return heard + self._settings.patience
         opening = max(_OPEN, sum(_option_of(each).open_s for each in inside))  # one may wait for the other
-        return running.heard + self._settings.patience + opening
+        return heard + self._settings.patience + opening
 
     def _in(self, running: Running) -> list[JobRecord]:
         """The jobs in a process."""

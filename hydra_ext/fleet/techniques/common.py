@@ -1,8 +1,8 @@
 """Jobs that train adapters of one frozen base make their steps together: a block of the base is fetched once for all.
 
 Each job has a model, an optimizer and a schedule of its own. Frozen weights whose bytes are the same are one parameter
-for all. Blocks at the same place of the models are *branches* of one block. So a step is one ``run.step`` over the
-microbatches of all jobs: while a block is on the device, all of them use it.
+for all. Modules at the same place of the models move as one block. So a step is one ``run.step`` over the microbatches
+of all jobs: while a block is on the device, all of them use it.
 
 Numbers are those of each job alone. Gradients, clipping, updates and checkpoints are each job's own.
 """
@@ -22,20 +22,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hydra_ext.blocks import StandIn, discover
+from hydra_ext.blocks import block_limit, discover
 from hydra_ext.checkpoint.format.tensors import bytes_of
+from hydra_ext.errors import BudgetTooSmall
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.techniques.building import build_model
-from hydra_ext.fleet.techniques.interface import Configuration, Gang, WontDo
+from hydra_ext.fleet.techniques.interface import Configuration, Gang, Session, WontDo
 from hydra_ext.fleet.techniques.offloading import Offloading
 from hydra_ext.fleet.techniques.plain import LocalSession, evaluated
 from hydra_ext.offload import offload
+from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, restore
+from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
 from hydra_ext.runtime.run import Run
-
-_BLOCKS_PER_MODEL = 16
-_BLOCKS_PER_BUDGET = 4
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
 
 
 class CommonBase(Offloading):
@@ -46,6 +45,14 @@ class CommonBase(Offloading):
 
     def search(self, job: Job, devices: Sequence[Device]) -> Configuration:
         return {**super().search(job, devices), **base_of(job)}
+
+    @contextmanager
+    def open(self, job: Job, gang: Gang, configuration: Configuration) -> Iterator[Session]:
+        """A job alone, as in trials: what it does is what it would do beside others."""
+        with Common(gang) as common:
+            member = common.admit(job)
+            common.share(member)
+            yield member
 
 
 def base_of(job: Job) -> dict[str, Any]:
@@ -74,94 +81,39 @@ def _digest(model: nn.Module) -> str:
 # ---- the joined model -----------------------------------------------------------------------------------------------
 
 
-class _Branches(nn.Module):
-    """Blocks at one place of several models, which are one block. A call names the model."""
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.of = nn.ModuleList(blocks)
-
-    def forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        return self.of[number](*args, **kwargs)
-
-
-class _Branch(StandIn):
-    """Stands in a model for one of its blocks. Attributes are the block's."""
-
-    def __init__(self, block: nn.Module, branches: _Branches, number: int) -> None:
-        super().__init__()
-        self._modules["block"] = block
-        self.__dict__["call"] = lambda *args, **kwargs: branches(number, *args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["call"](*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._modules["block"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        block = self.__dict__.get("_modules", {}).get("block")
-        if block is None or name == "training":
-            super().__setattr__(name, value)
-        else:
-            setattr(block, name, value)
-
-
 class _Joined(nn.Module):
-    """Models that share blocks. :meth:`parted` gives the models as they were.
+    """Models of which modules at the same place move as one block.
 
-    Args:
-        sessions: Of the models.
-        largest_bytes: Most bytes of a block, where modules allow it.
+    Attributes:
+        places: These modules. They come before the models, so that a round has all microbatches at one place before
+            any of them goes on to the next.
     """
 
-    def __init__(self, sessions: Sequence[Member], *, largest_bytes: int) -> None:
+    def __init__(self, members: Sequence[Member], *, largest_bytes: int) -> None:
         super().__init__()
-        self.branches = nn.ModuleList()  # before the models, whose modules lie in there
-        self.models = nn.ModuleList([each.model for each in sessions])
-        self.__dict__["sessions"] = sessions
-        self.__dict__["places"] = []
-        for path in _places(sessions[0].model, largest_bytes):
-            self._join(path)
-
-    def _join(self, path: str) -> None:
-        blocks = [model.get_submodule(path) for model in self.models]
-        own = list(dict.fromkeys(blocks))  # jobs whose models are made of the same modules share them already
-        if len(own) == 1 < len(blocks):
-            return
-        branches = _Branches(own)
-        stands = {block: _Branch(block, branches, number) for number, block in enumerate(own)}
-        self.branches.append(branches)
-        for model in self.models:
-            for parent in list(model.modules()):
-                for name, child in parent._modules.items():
-                    if child in stands and not isinstance(parent, StandIn):
-                        self.__dict__["places"].append((parent, name, child, stands[child]))
-                        parent._modules[name] = stands[child]
+        models = [each.model for each in members]
+        at = [dict(model.named_modules()) for model in models]
+        places = [name for name in _places(models[0], largest_bytes) if all(name in modules for modules in at)]
+        # Jobs whose models are made of the same modules share them already.
+        self.places = nn.ModuleList(nn.ModuleList(dict.fromkeys(modules[name] for modules in at)) for name in places)
+        self.models = nn.ModuleList(models)
+        self.__dict__["members"] = list(members)
 
     def forward(self, number: int, microbatch: Any) -> Tensor:
-        loss: Tensor = self.__dict__["sessions"][number].loss(self.models[number], microbatch)
+        loss: Tensor = self.__dict__["members"][number].loss(self.models[number], microbatch)
         return loss
-
-    @contextmanager
-    def parted(self) -> Iterator[None]:
-        """While it lasts, the models have their own blocks. They cannot be called."""
-        self.part()
-        try:
-            yield
-        finally:
-            for parent, name, _, stand in self.__dict__["places"]:
-                parent._modules[name] = stand
-
-    def part(self) -> None:
-        for parent, name, block, _ in self.__dict__["places"]:
-            parent._modules[name] = block
 
 
 def _places(model: nn.Module, largest_bytes: int) -> list[str]:
-    """The modules that are blocks with all that they contain: not those with parameters beside their children's."""
-    sites = [site.name for site in discover(model, largest_bytes=largest_bytes).sites]
-    return [name for name in sites if name and not any(each.startswith(f"{name}.") for each in sites)]
+    """Blocks, and modules with parameters of their own beside their children's, with all that they contain.
+
+    All parameters lie in one of them, but for the model's own.
+    """
+    found: list[str] = []
+    for site in discover(model, largest_bytes=largest_bytes).sites:
+        if site.name and not any(site.name.startswith(f"{each}.") for each in found):
+            found.append(site.name)
+    return found
 
 
 # ---- jobs -----------------------------------------------------------------------------------------------------------
@@ -183,6 +135,7 @@ class Member(LocalSession):
     def update(self) -> None:
         self.clip()
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def ended(self, losses: Sequence[Tensor]) -> float | BaseException:
         """A step was made, with these losses. Returns their mean, or why the schedule was not."""
@@ -199,13 +152,20 @@ class Member(LocalSession):
         return evaluated(self.model, lambda each: model(number, each), microbatches)
 
     def save(self, folder: Path, extra: Any) -> None:
-        with self._common.parted():
-            super().save(folder, extra)
+        if self._common.run is not None:
+            self._common.run.sync()
+        super().save(folder, extra)
 
     def trained_parameters(self) -> list[Tensor]:
-        """The optimizer's, without those that never get a gradient."""
-        given = [each for group in self.optimizer.param_groups for each in group["params"]]
-        return [each for each in given if each.requires_grad]
+        """
+        Raises:
+            WontDo: The optimizer does not have them all: their gradients would add up over undone steps.
+        """
+        given = {each for group in self.optimizer.param_groups for each in group["params"]}
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        if not given.issuperset(trained):
+            raise WontDo("its model has trained weights that its optimizer does not have")
+        return list(trained)
 
 
 @dataclass(frozen=True)
@@ -215,6 +175,10 @@ class Asked:
     member: Member
     microbatches: Sequence[Any]
     seeds: Sequence[int]
+
+
+class _Spoiled(WontDo):
+    """What all jobs share was changed: none of them can go on."""
 
 
 class _Updates(Optimizer):
@@ -227,6 +191,7 @@ class _Updates(Optimizer):
     def __init__(self, members: Sequence[Member]) -> None:
         super().__init__([{"params": member.trained_parameters()} for member in members], {})
         self._members: Sequence[Member] = ()
+        self._base = {each: each._version for each in members[0].model.parameters() if not each.requires_grad}
         self._drawn: Any = None
         self.errors: dict[Member, BaseException] = {}
 
@@ -237,69 +202,44 @@ class _Updates(Optimizer):
         self.errors = {}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(each._version != version for each, version in self._base.items()):
+            raise _Spoiled("a loss writes to frozen weights, which other jobs have too")
         if _host_states() != self._drawn:
             raise WontDo(
                 "the loss draws from the random numbers of Python or numpy, which jobs that make their steps together "
                 "would take from each other"
             )
+        before = _all_states()
         for member in self._members:
             try:
                 member.update()
             except Exception as error:  # noqa: BLE001 - told as this job's failure
                 self.errors[member] = error
+        if _all_states() != before:
+            raise _Spoiled("an optimizer draws random numbers, which jobs would take from each other")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Behind a step each job's own optimizer has done it. This drops what is left of a step that has failed."""
+        for member in self._members:
+            for parameter in member.trained_parameters() if member in self.errors else ():
+                parameter.grad = None
+
+    def forget(self) -> None:
+        """Drops the gradients of a step that was not made."""
+        super().zero_grad()
 
 
-def _host_states() -> tuple[Any, bytes]:
+def _host_states() -> tuple[Any, ...]:
     kind, keys, *rest = numpy.random.get_state(legacy=True)
-    return (random.getstate(), kind, *rest), numpy.asarray(keys).tobytes()
+    return random.getstate(), kind, *rest, numpy.asarray(keys).tobytes()
 
 
-class _Undo:
-    """What a step that was not made has changed in modules: their buffers, and attributes that are plain values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._constant: set[Tensor] = set()  # buffers that no step has changed
-        self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
-        self._attributes: list[dict[str, Any]] = []
-
-    def begin(self) -> None:
-        self._buffers = [
-            (module, name, buffer, buffer._version, None if buffer in self._constant else buffer.clone())
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._attributes = [_plain_attributes(module) for module in self._modules]
-
-    def end(self) -> None:
-        """The step was made."""
-        for module, name, buffer, version, _ in self._buffers:
-            if module._buffers.get(name) is buffer and buffer._version == version:
-                self._constant.add(buffer)
-
-    @torch.no_grad()
-    def put_back(self) -> bool:
-        """Returns False if something cannot be put back."""
-        for module, name, buffer, version, copy in self._buffers:
-            if buffer._version != version:
-                if copy is None:
-                    return False
-                buffer.copy_(copy)
-            module._buffers[name] = buffer
-        for module, before in zip(self._modules, self._attributes, strict=True):
-            for name in _plain_attributes(module).keys() - before.keys():
-                del module.__dict__[name]
-            module.__dict__.update(before)
-        return True
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, _PLAIN)}
+def _all_states() -> tuple[Any, ...]:
+    return *_host_states(), torch.get_rng_state().numpy().tobytes()
 
 
 class _Training:
-    """Some members' models on the device, from one joining or leaving to the next. Closed by :meth:`close`.
+    """Some members' models on the device, from one joining or leaving to the next.
 
     Attributes:
         members: In the order of their numbers.
@@ -307,49 +247,59 @@ class _Training:
         run: What trains them.
     """
 
-    def __init__(self, members: Sequence[Member], device: Device) -> None:
+    def __init__(self, members: Sequence[Member], gang: Gang) -> None:
         self.members = list(members)
+        budget = gang.device.budget
         total = sum(each.nbytes for each in members[0].model.parameters())
-        largest = min(total // _BLOCKS_PER_MODEL, device.budget // _BLOCKS_PER_BUDGET)
-        self.joined = _Joined(self.members, largest_bytes=largest)
+        self.joined = _Joined(self.members, largest_bytes=block_limit(total, budget))
         self._updates = _Updates(self.members)
-        self._undo = _Undo(self.joined)
-        self._blamed: list[tuple[BaseException, Member]] = []  # whose loss has raised an error
+        self._copies = Copies()
+        self._model_buffers = ModelBuffers()
         self._stack = ExitStack()
-        self._stack.callback(self.joined.part)
         try:
             context = offload(
                 self.joined,
                 self._updates,
-                budget=device.budget,
-                device=device.given,
-                blocks=list(self.joined.branches),
+                budget=budget,
+                device=gang.device.given if gang.shared is None else gang.shared,
+                blocks=list(self.joined.places),
             )
             self.run: Run = self._stack.enter_context(context)
-        except BaseException:  # re-raised: the models have no other owner yet
-            self._stack.close()
-            raise
-        frozen = [each for each in members[0].model.parameters() if not each.requires_grad]
-        self._base = {each: each._version for each in frozen}
+        except BudgetTooSmall as error:
+            raise WontDo(f"{len(members)} jobs together: {error}") from error
 
     def close(self) -> None:
         self._stack.close()
 
     def step(self, asked: Sequence[Asked]) -> dict[Member, float | BaseException]:
-        """Each one's loss, or why it was not updated. What else it raises may be undone by :meth:`forget`."""
+        """Each one's loss, or why it was not updated. After any other error the step was not made, and may be again.
+
+        Raises:
+            _Spoiled: It cannot be made again.
+        """
         numbers = {member: number for number, member in enumerate(self.members)}
-        self._blamed = []
-        self._undo.begin()
+        buffers = self._model_buffers.note([self.joined])
+        contents = ModuleContents.of([self.joined], self._copies)
         self._updates.begin([each.member for each in asked])
-        output = self.run.step(
-            [(numbers[each.member], one, len(each.microbatches)) for each in asked for one in each.microbatches],
-            self._loss,
-            reduction="sum",
-            seeds=[seed for each in asked for seed in each.seeds],
-        )
-        self._undo.end()
-        if any(each._version != version for each, version in self._base.items()):
-            raise WontDo("a job writes to frozen weights, which other jobs have too")
+        try:
+            output = self.run.step(
+                [(numbers[each.member], one, len(each.microbatches)) for each in asked for one in each.microbatches],
+                self._loss,
+                reduction="sum",
+                seeds=[seed for each in asked for seed in each.seeds],
+            )
+        except _Spoiled:
+            raise
+        except Exception as error:
+            self._updates.forget()
+            obstacle = contents.obstacle()
+            if obstacle:
+                raise _Spoiled(
+                    f"a job has failed beside this one, and what the step has changed stays: {obstacle}"
+                ) from error
+            restore(buffers)
+            contents.restore()
+            raise
         losses = iter(output.metrics)
         found: dict[Member, float | BaseException] = {}
         for each in asked:
@@ -362,23 +312,8 @@ class _Training:
         try:
             loss: Tensor = self.joined(number, microbatch)
             return loss / count, loss
-        except BaseException as error:
-            self._blamed.append((error, self.members[number]))
-            raise
-
-    def forget(self, error: BaseException | None) -> Member | None:
-        """Undoes a step that has failed, if one job's loss is to blame: the others may make it again.
-
-        Returns:
-            The job; None if none is to blame alone, or if the step cannot be undone.
-        """
-        guilty = None
-        while error is not None and guilty is None:
-            guilty = next((member for known, member in self._blamed if known is error), None)
-            error = error.__cause__ or error.__context__
-        self.run.sync()
-        self._updates.zero_grad()
-        return guilty if self._undo.put_back() else None
+        except SystemExit as error:  # of a job, and not of the process
+            raise RuntimeError(f"the loss has raised SystemExit({error.code!r})") from error
 
 
 class Common:
@@ -410,15 +345,19 @@ class Common:
         return Member(job, self._gang.device, self)
 
     def share(self, member: Member) -> int:
-        """Makes a job take part. Its weights have their numbers. Returns the bytes that it shares with the others.
+        """Makes a job take part. Returns the bytes that it shares with the others.
 
         Raises:
-            WontDo: It trains weights of another job.
+            WontDo: It has modules or weights that another job changes, or more than its optimizer trains.
         """
         self._leave()
-        others = {each for other in self._members for each in other.model.parameters() if each.requires_grad}
-        if others & set(member.model.parameters()):
+        member.trained_parameters()
+        theirs = {each for other in self._members for each in other.model.parameters() if each.requires_grad}
+        if theirs & set(member.model.parameters()):
             raise WontDo("its model has weights that another job trains: let each job build weights of its own")
+        modules = {each for other in self._members for each in other.model.modules()}
+        if any(module in modules and module._buffers for module in member.model.modules()):
+            raise WontDo("its model has a module with buffers that another job has too: let each job build its own")
         shared = _share(self._members[0], member) if self._members else 0
         self._members.append(member)
         return shared
@@ -434,42 +373,33 @@ class Common:
     def step(self, asked: Sequence[Asked]) -> list[float | BaseException]:
         """Makes a step of several jobs. Returns each one's loss, or why its step was not made.
 
-        Others make theirs if one job's loss or update raises. Any other error is all jobs' error. So is that of a loss
-        after modules have changed in a way that cannot be undone.
+        If it raises, each makes its step alone this time: one that raises again has failed, and the others have not.
         """
-        outcomes: dict[Member, float | BaseException] = {}
-        left = list(asked)
-        while left:
-            training: _Training | None = None
-            try:
-                training = self._entered()
-                outcomes |= training.step(left)
-                break
-            except Exception as error:  # noqa: BLE001 - told as the failure of jobs
-                guilty = None if training is None else training.forget(error)
-                failed = [each.member for each in left if guilty in (None, each.member)]
-                outcomes |= dict.fromkeys(failed, error)
-                left = [each for each in left if each.member not in failed]
-        return [outcomes[each.member] for each in asked]
+        outcomes = self._tried(asked)
+        if len(asked) > 1 and outcomes is None:
+            outcomes = {}
+            for each in asked:
+                outcomes |= self._tried([each], last=True) or {}
+        return [(outcomes or {})[each.member] for each in asked]
+
+    def _tried(self, asked: Sequence[Asked], *, last: bool = False) -> dict[Member, float | BaseException] | None:
+        """None if the step was not made, and may be made job by job."""
+        try:
+            return self._entered().step(asked)
+        except _Spoiled as error:
+            return dict.fromkeys((each.member for each in asked), error)
+        except Exception as error:  # noqa: BLE001 - told as the failure of jobs
+            alone = last or len(asked) == 1 or self._training is None
+            return dict.fromkeys((each.member for each in asked), error) if alone else None
 
     def joined(self, member: Member) -> tuple[nn.Module, int]:
         """The model of all jobs on the device, and a job's number in it."""
         training = self._entered()
         return training.joined, training.members.index(member)
 
-    @contextmanager
-    def parted(self) -> Iterator[None]:
-        """While it lasts, the jobs' models are as they were built, with all numbers on the host."""
-        if self._training is None:
-            yield
-            return
-        self._training.run.sync()
-        with self._training.joined.parted():
-            yield
-
     def _entered(self) -> _Training:
         if self._training is None:
-            self._training = _Training(self._members, self._gang.device)
+            self._training = _Training(self._members, self._gang)
         return self._training
 
     def _leave(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext import _C
-from hydra_ext.blocks import Block, Layout, Site, discover
+from hydra_ext.blocks import Block, Layout, Site, block_limit, discover
 from hydra_ext.errors import BudgetTooSmall
 from hydra_ext.pipeline.stages.versions import StageWeights
 from hydra_ext.policy import Checks
@@ -25,9 +25,6 @@ from hydra_ext.runtime.reporting.report import Report
 from hydra_ext.runtime.run import Run
 from hydra_ext.split import is_absent
 from hydra_ext.state.layout import copied
-
-_BLOCKS_PER_MODEL = 16
-_BLOCKS_PER_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Tier:
 
 def _layout(root: nn.Module, budget: int) -> Layout:
     total = sum(parameter.nbytes for parameter in root.parameters() if not is_absent(parameter))
-    return discover(root, largest_bytes=min(total // _BLOCKS_PER_MODEL, budget // _BLOCKS_PER_BUDGET))
+    return discover(root, largest_bytes=block_limit(total, budget))
 
 
 def _present(layout: Layout) -> Layout:

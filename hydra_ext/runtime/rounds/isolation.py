@@ -56,6 +56,9 @@ class Surroundings:
         self._random.capture()
         self._note_switches()
 
+    def has_switches_of(self, other: Surroundings) -> bool:
+        return bool(self._switches == other._switches)
+
     def _note_switches(self) -> None:
         self._switches = [read() for read, _ in _SWITCHES]
 
