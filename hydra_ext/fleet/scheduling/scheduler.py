@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra_ext.errors import StateError
 from hydra_ext.fleet.cluster.interface import Cluster, Event, Failure, Node, Order, Progress, Task
+from hydra_ext.fleet.scheduling.agenda import Agenda
 from hydra_ext.fleet.scheduling.packing import Pack, alternatives, is_common, may_share, slowdowns, together
 from hydra_ext.fleet.scheduling.planning import LEAST_GAIN, FleetPlan, Placed, Planner, Work, make_plan
 from hydra_ext.fleet.scheduling.records import ENDED, SHORTEST, JobRecord, JobState, Running
@@ -24,38 +25,6 @@ MOST_FAILURES = 3  # of a job in a row, without a new checkpoint in between
 _OPEN = 5.0  # seconds to add to the patience for a gang's first step, at least: processes start, models are built
 _WEIGHT = 0.2  # of a new step in the mean of a job's seconds a step
 _AS_PLANNED = 0.05  # of the makespan: a job that ends so much earlier or later than planned leaves the plan as it is
-_REST = 20  # times the seconds that a plan has taken pass before the next one, so that devices do not wait for plans
-
-
-class _Agenda:
-    """When the next plan is made.
-
-    Attributes:
-        made: When the last one was.
-    """
-
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self.made = 0.0
-        self._due = 0.0
-        self._rested = 0.0
-
-    @property
-    def next(self) -> float:
-        return max(self._due, self._rested)
-
-    def note(self, begun: float, ended: float) -> None:
-        """A plan was made."""
-        self.made, self._due = begun, begun + self._interval
-        self._rested = ended + _REST * (ended - begun)
-
-    def hurry(self, now: float) -> None:
-        """The plan does not fit what has happened."""
-        self._due = min(self._due, now)
-
-    def insist(self, now: float) -> None:
-        """The plan cannot be followed."""
-        self._due = self._rested = now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +95,7 @@ class Scheduler:
         self._desk = desk or Desk()
         self._plan: FleetPlan | None = None
         self._nodes: dict[str, Node] = {}
-        self._agenda = _Agenda(settings.interval)
+        self._agenda = Agenda(settings.interval)
         self.plans = 0
 
     def admit(self, jobs: Sequence[JobRecord]) -> None:
