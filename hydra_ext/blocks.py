@@ -138,9 +138,7 @@ class _Finder:
             self._use(name, module, parameters)
             return
         if module in self._chosen and isinstance(module, nn.ModuleList):
-            for child_name, child in module.named_children():
-                self._seen.update(child.modules())
-                self._use(f"{name}.{child_name}", child, parameters)
+            self._use_together(name, module, parameters)
             return
         own = [p for p in module._parameters.values() if p is not None and p.numel() > 0]
         own += _read_by_parent(module)
@@ -149,6 +147,15 @@ class _Finder:
         for child_name, child in module.named_children():
             if not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
                 self.visit(f"{name}.{child_name}" if name else child_name, child)
+
+    def _use_together(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        """All modules in a list, and in containers in it, use one block."""
+        for child_name, child in module.named_children():
+            if isinstance(child, _CONTAINERS):
+                self._use_together(f"{name}.{child_name}", child, parameters)
+            elif child not in self._seen:
+                self._seen.update(child.modules())
+                self._use(f"{name}.{child_name}", child, parameters)
 
     def _use(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         unique = list(dict.fromkeys(parameters))

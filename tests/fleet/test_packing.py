@@ -216,6 +216,7 @@ def test_the_loads_of_a_step_are_between_the_figures_of_the_steps_that_count() -
 # ---- mishaps --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("sharing")
 def test_a_job_that_raises_does_not_disturb_the_one_beside_it(tmp_path: Path) -> None:
     loss = partial(trainings.mishap, what="raise", folder=trainings.tokens(tmp_path / "tokens", 1), after=14)

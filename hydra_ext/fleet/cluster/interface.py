@@ -95,6 +95,7 @@ class Failure:
         wont_do: Whether the technique has said that it cannot train the job.
         smallest_budget: The budget with which it could; None if it did not say.
         is_lost: Whether the process or its node went away, which is no fault of the job.
+        is_blameless: Whether another job of its process is to blame.
     """
 
     message: str
@@ -102,6 +103,7 @@ class Failure:
     wont_do: bool = False
     smallest_budget: int | None = None
     is_lost: bool = False
+    is_blameless: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ process as the job left them. Switches have to be alike in all jobs, since steps
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -105,7 +105,7 @@ def run_together(
         begun: When the process has begun, by ``time.monotonic()``.
         ended: Called with a job's number, and with its error, when it has ended and the others go on.
     """
-    going = [_Participant(number, make, gang.device.torch_device) for number, make in enumerate(loops)]
+    going, flags = [_Participant(number, make, gang.device.torch_device) for number, make in enumerate(loops)], _flags()
     with Common(gang) as common:
         for each in going:
             each.open(common, begun)
@@ -118,8 +118,8 @@ def run_together(
                 for each in going
                 if each.member is not None and each.request is not None
             ]
-            outcomes = common.step(asked) if _are_like(going) else [_differ()] * len(asked)
-            for each, outcome in zip(going, outcomes, strict=True):
+            are_like = _are_like(going) and _flags() == flags
+            for each, outcome in zip(going, common.step(asked) if are_like else [_differ()] * len(asked), strict=True):
                 each.go_on(outcome)
             going = _without_ended(going, common, ended)
 
@@ -127,6 +127,18 @@ def run_together(
 def _are_like(going: Sequence[_Participant]) -> bool:
     """Whether losses find the switches of the process as their own job has left them."""
     return all(each.surroundings.has_switches_of(going[0].surroundings) for each in going)
+
+
+def _flags() -> tuple[Any, ...]:
+    """Switches that are not exchanged with the turns of the loops."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_tf32,
+    )
 
 
 def _differ() -> BaseException:

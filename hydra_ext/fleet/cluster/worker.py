@@ -27,7 +27,7 @@ from hydra_ext.fleet.cluster.together import run_together
 from hydra_ext.fleet.devices import Device
 from hydra_ext.fleet.job import Job
 from hydra_ext.fleet.techniques import Gang, WontDo, technique_named
-from hydra_ext.fleet.techniques.common import CommonBase
+from hydra_ext.fleet.techniques.common import Beside, CommonBase
 from hydra_ext.runtime.placement.sharing import SharedDevice
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ def _told(error: BaseException) -> dict[str, Any]:
         # Another technique may need less memory.
         "wont_do": isinstance(error, WontDo | torch.OutOfMemoryError),
         "smallest_budget": getattr(error, "smallest_budget", None),
+        "is_blameless": isinstance(error, Beside),
     }
 
 

@@ -435,6 +435,8 @@ class Scheduler:
         job.last_devices = running.node, running.devices
         if failure.is_lost and running.node not in {node.name for node in self._cluster.nodes()}:
             return  # no fault of the job
+        if failure.is_blameless:
+            return  # the other one's failures are counted
         if failure.wont_do and len(job.options) > 1:
             job.options = [option for number, option in enumerate(job.options) if number != running.option]
             job.seconds = [seconds for number, seconds in enumerate(job.seconds) if number != running.option]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hydra_ext import _C
 from hydra_ext.blocks import block_limit, discover
 from hydra_ext.checkpoint.format.tensors import bytes_of
 from hydra_ext.errors import BudgetTooSmall
@@ -32,8 +33,6 @@ from hydra_ext.fleet.techniques.interface import Configuration, Gang, Session, W
 from hydra_ext.fleet.techniques.offloading import Offloading
 from hydra_ext.fleet.techniques.plain import LocalSession, evaluated
 from hydra_ext.offload import offload
-from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, restore
-from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
 from hydra_ext.runtime.run import Run
 
 
@@ -44,7 +43,9 @@ class CommonBase(Offloading):
     tenants = 8
 
     def search(self, job: Job, devices: Sequence[Device]) -> Configuration:
-        return {**super().search(job, devices), **base_of(job)}
+        found = {**super().search(job, devices), **base_of(job)}
+        _expect_places(build_model(job), devices[0].budget)
+        return found
 
     @contextmanager
     def open(self, job: Job, gang: Gang, configuration: Configuration) -> Iterator[Session]:
@@ -52,6 +53,7 @@ class CommonBase(Offloading):
         with Common(gang) as common:
             member = common.admit(job)
             common.share(member)
+            common.joined(member)  # what this takes is a part of the opening
             yield member
 
 
@@ -116,6 +118,20 @@ def _places(model: nn.Module, largest_bytes: int) -> list[str]:
     return found
 
 
+def _expect_places(model: nn.Module, budget: int) -> None:
+    """
+    Raises:
+        WontDo: Jobs could not share the blocks of such a model.
+    """
+    if next(model.parameters(recurse=False), None) is not None:
+        raise WontDo("the model itself has weights beside those of its modules: its blocks cannot be shared")
+    total = sum(each.nbytes for each in model.parameters())
+    for name in _places(model, block_limit(total, budget)):
+        size = sum(each.nbytes for each in model.get_submodule(name).parameters())
+        if size > budget // 2:
+            raise WontDo(f"'{name}' has weights beside those of its modules, and {size} bytes would move as one block")
+
+
 # ---- jobs -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,31 +151,29 @@ class Member(LocalSession):
     def update(self) -> None:
         self.clip()
         self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
         self.optimizer.zero_grad()
-
-    def ended(self, losses: Sequence[Tensor]) -> float | BaseException:
-        """A step was made, with these losses. Returns their mean, or why the schedule was not."""
-        try:
-            if self.schedule is not None:
-                self.schedule.step()
-        except Exception as error:  # noqa: BLE001 - told as this job's failure
-            return error
         self.steps += 1
-        return float(torch.stack(list(losses)).mean())
 
     def evaluate(self, microbatches: Sequence[Any]) -> float:
         model, number = self._common.joined(self)
-        return evaluated(self.model, lambda each: model(number, each), microbatches)
+        found = evaluated(self.model, lambda each: model(number, each), microbatches)
+        self._common.expect_same_base()
+        return found
 
     def save(self, folder: Path, extra: Any) -> None:
-        if self._common.run is not None:
-            self._common.run.sync()
+        self._common.expect_same_base()  # with all numbers at home
         super().save(folder, extra)
+
+    def load(self, folder: Path) -> tuple[int, Any] | None:
+        self._common.leave()
+        return super().load(folder)
 
     def trained_parameters(self) -> list[Tensor]:
         """
         Raises:
-            WontDo: The optimizer does not have them all: their gradients would add up over undone steps.
+            WontDo: The optimizer does not have them all.
         """
         given = {each for group in self.optimizer.param_groups for each in group["params"]}
         trained = [each for each in self.model.parameters() if each.requires_grad]
@@ -177,21 +191,53 @@ class Asked:
     seeds: Sequence[int]
 
 
-class _Spoiled(WontDo):
-    """What all jobs share was changed: none of them can go on."""
+class Beside(Exception):
+    """Another job has failed in a common step. This one is not to blame, and goes on from its newest checkpoint."""
+
+
+class _Base:
+    """The frozen weights, which all jobs have. None of them may change one."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        frozen = [each for member in members for each in member.model.parameters() if not each.requires_grad]
+        self._versions = {each: each._version for each in frozen}
+        self._digests = [(each, _C.SavedDigest([])) for each in self._versions if each.numel()]
+        for each, digest in self._digests:
+            digest.add(each.detach().unsqueeze(0))
+
+    def expect_same(self, *, numbers: bool = False) -> None:
+        """
+        Args:
+            numbers: Whether all numbers are compared. Otherwise a write through ``.data`` is not seen.
+
+        Raises:
+            WontDo: One was changed, or is trained now.
+        """
+        if any(each._version != version for each, version in self._versions.items()) or (
+            numbers and any(not digest.equals(_digest_of(each)) for each, digest in self._digests)
+        ):
+            raise WontDo("a job writes to frozen weights, which other jobs have too")
+        if any(each.requires_grad or each.grad is not None for each in self._versions):
+            raise WontDo("a job trains weights that were frozen when it began, which other jobs have too")
+
+
+def _digest_of(tensor: Tensor) -> _C.SavedDigest:
+    digest = _C.SavedDigest([])
+    digest.add(tensor.detach().unsqueeze(0))
+    return digest
 
 
 class _Updates(Optimizer):
-    """Updates of those jobs that make the step. An error in one does not keep the others from theirs.
+    """Updates and schedules of those jobs that make the step. An error in one does not keep the others from theirs.
 
     Attributes:
-        errors: Of updates of the last step.
+        errors: Of the last step.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], base: _Base) -> None:
         super().__init__([{"params": member.trained_parameters()} for member in members], {})
         self._members: Sequence[Member] = ()
-        self._base = {each: each._version for each in members[0].model.parameters() if not each.requires_grad}
+        self._base = base
         self._drawn: Any = None
         self.errors: dict[Member, BaseException] = {}
 
@@ -202,11 +248,10 @@ class _Updates(Optimizer):
         self.errors = {}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if any(each._version != version for each, version in self._base.items()):
-            raise _Spoiled("a loss writes to frozen weights, which other jobs have too")
+        self._base.expect_same()
         if _host_states() != self._drawn:
             raise WontDo(
-                "the loss draws from the random numbers of Python or numpy, which jobs that make their steps together "
+                "a loss draws from the random numbers of Python or numpy, which jobs that make their steps together "
                 "would take from each other"
             )
         before = _all_states()
@@ -216,17 +261,11 @@ class _Updates(Optimizer):
             except Exception as error:  # noqa: BLE001 - told as this job's failure
                 self.errors[member] = error
         if _all_states() != before:
-            raise _Spoiled("an optimizer draws random numbers, which jobs would take from each other")
+            raise WontDo("an optimizer or a schedule draws random numbers, which jobs would take from each other")
+        self._base.expect_same()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Behind a step each job's own optimizer has done it. This drops what is left of a step that has failed."""
-        for member in self._members:
-            for parameter in member.trained_parameters() if member in self.errors else ():
-                parameter.grad = None
-
-    def forget(self) -> None:
-        """Drops the gradients of a step that was not made."""
-        super().zero_grad()
+        """Does nothing: each job's own optimizer has done it."""
 
 
 def _host_states() -> tuple[Any, ...]:
@@ -252,9 +291,9 @@ class _Training:
         budget = gang.device.budget
         total = sum(each.nbytes for each in members[0].model.parameters())
         self.joined = _Joined(self.members, largest_bytes=block_limit(total, budget))
-        self._updates = _Updates(self.members)
-        self._copies = Copies()
-        self._model_buffers = ModelBuffers()
+        self.base = _Base(self.members)
+        self._updates = _Updates(self.members, self.base)
+        self._blamed: int | None = None  # number of the job whose loss has raised
         self._stack = ExitStack()
         try:
             context = offload(
@@ -272,48 +311,40 @@ class _Training:
         self._stack.close()
 
     def step(self, asked: Sequence[Asked]) -> dict[Member, float | BaseException]:
-        """Each one's loss, or why it was not updated. After any other error the step was not made, and may be again.
-
-        Raises:
-            _Spoiled: It cannot be made again.
-        """
+        """Each one's loss, or why it was not updated. After any other error no job can go on from here."""
         numbers = {member: number for number, member in enumerate(self.members)}
-        buffers = self._model_buffers.note([self.joined])
-        contents = ModuleContents.of([self.joined], self._copies)
+        self._blamed = None
         self._updates.begin([each.member for each in asked])
-        try:
-            output = self.run.step(
-                [(numbers[each.member], one, len(each.microbatches)) for each in asked for one in each.microbatches],
-                self._loss,
-                reduction="sum",
-                seeds=[seed for each in asked for seed in each.seeds],
-            )
-        except _Spoiled:
-            raise
-        except Exception as error:
-            self._updates.forget()
-            obstacle = contents.obstacle()
-            if obstacle:
-                raise _Spoiled(
-                    f"a job has failed beside this one, and what the step has changed stays: {obstacle}"
-                ) from error
-            restore(buffers)
-            contents.restore()
-            raise
+        output = self.run.step(
+            [(numbers[each.member], one, len(each.microbatches)) for each in asked for one in each.microbatches],
+            self._loss,
+            reduction="sum",
+            seeds=[seed for each in asked for seed in each.seeds],
+        )
         losses = iter(output.metrics)
         found: dict[Member, float | BaseException] = {}
         for each in asked:
-            own = [next(losses) for _ in each.microbatches]
-            found[each.member] = self._updates.errors.get(each.member) or each.member.ended(own)
+            own = torch.stack([next(losses) for _ in each.microbatches])
+            found[each.member] = self._updates.errors.get(each.member) or float(own.mean())
         return found
 
     def _loss(self, given: tuple[int, Any, int]) -> tuple[Tensor, Tensor]:
         number, microbatch, count = given
         try:
             loss: Tensor = self.joined(number, microbatch)
-            return loss / count, loss
+            return (loss / count).reshape(()), loss
+        except Exception:
+            self._blamed = number
+            raise
         except SystemExit as error:  # of a job, and not of the process
+            self._blamed = number
             raise RuntimeError(f"the loss has raised SystemExit({error.code!r})") from error
+
+    def outcome(self, member: Member, error: BaseException) -> BaseException:
+        """What a job is told after a step that has failed. If no loss is to blame, all jobs are."""
+        if self._blamed is None or self.members[self._blamed] is member:
+            return error
+        return Beside(f"a job with the same base has failed: {type(error).__name__}: {error}")
 
 
 class Common:
@@ -332,7 +363,7 @@ class Common:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
+        self.leave()
 
     @property
     def run(self) -> Run | None:
@@ -341,7 +372,7 @@ class Common:
 
     def admit(self, job: Job) -> Member:
         """Builds a job's model, optimizer and schedule. :meth:`share` makes it take part."""
-        self._leave()
+        self.leave()
         return Member(job, self._gang.device, self)
 
     def share(self, member: Member) -> int:
@@ -350,7 +381,7 @@ class Common:
         Raises:
             WontDo: It has modules or weights that another job changes, or more than its optimizer trains.
         """
-        self._leave()
+        self.leave()
         member.trained_parameters()
         theirs = {each for other in self._members for each in other.model.parameters() if each.requires_grad}
         if theirs & set(member.model.parameters()):
@@ -365,32 +396,34 @@ class Common:
     def dismiss(self, members: Sequence[Member]) -> None:
         """Jobs that go on no more leave."""
         if members:
-            self._leave()
+            self.leave()
         self._members = [each for each in self._members if each not in members]
 
     # ---- while they train -------------------------------------------------------------------------------------------
 
     def step(self, asked: Sequence[Asked]) -> list[float | BaseException]:
-        """Makes a step of several jobs. Returns each one's loss, or why its step was not made.
+        """Makes a step of several jobs. Returns each one's loss, or why it ends.
 
-        If it raises, each makes its step alone this time: one that raises again has failed, and the others have not.
+        An update or a schedule that raises is its own job's failure. Any other error ends all jobs: what the step has
+        changed in modules cannot be undone for certain.
         """
-        outcomes = self._tried(asked)
-        if len(asked) > 1 and outcomes is None:
-            outcomes = {}
-            for each in asked:
-                outcomes |= self._tried([each], last=True) or {}
-        return [(outcomes or {})[each.member] for each in asked]
-
-    def _tried(self, asked: Sequence[Asked], *, last: bool = False) -> dict[Member, float | BaseException] | None:
-        """None if the step was not made, and may be made job by job."""
+        training: _Training | None = None
         try:
-            return self._entered().step(asked)
-        except _Spoiled as error:
-            return dict.fromkeys((each.member for each in asked), error)
+            training = self._entered()
+            found = training.step(asked)
         except Exception as error:  # noqa: BLE001 - told as the failure of jobs
-            alone = last or len(asked) == 1 or self._training is None
-            return dict.fromkeys((each.member for each in asked), error) if alone else None
+            return [error if training is None else training.outcome(each.member, error) for each in asked]
+        return [found[each.member] for each in asked]
+
+    def expect_same_base(self) -> None:
+        """Brings all numbers home, and compares those that all jobs have.
+
+        Raises:
+            WontDo: A job has written to frozen weights.
+        """
+        if self._training is not None:
+            self._training.run.sync()
+            self._training.base.expect_same(numbers=True)
 
     def joined(self, member: Member) -> tuple[nn.Module, int]:
         """The model of all jobs on the device, and a job's number in it."""
@@ -402,7 +435,8 @@ class Common:
             self._training = _Training(self._members, self._gang)
         return self._training
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Has the models on the host again, until the next step or evaluation."""
         training, self._training = self._training, None
         if training is not None:
             training.close()
