@@ -109,6 +109,13 @@ def test_the_modules_of_a_named_list_are_one_block() -> None:
     assert len(layout.blocks[0].parameters) == 4
 
 
+def test_lists_in_a_named_list_are_no_sites() -> None:
+    inner = nn.Linear(2, 2)
+    model = nn.ModuleDict({"first": inner, "pair": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), inner])})
+    layout = discover(model, largest_bytes=1, modules=["pair"])
+    assert [(site.name, site.blocks) for site in layout.sites] == [("first", (0,)), ("pair.0.0", (1, 0))]
+
+
 def test_blocks_that_are_not_there_or_lie_in_each_other_are_refused() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     with pytest.raises(UnsupportedModel, match="is not a module of Sequential"):
