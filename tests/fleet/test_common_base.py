@@ -44,7 +44,7 @@ def test_jobs_step_together_and_have_the_numbers_of_each_alone() -> None:
     assert_alone(found, jobs)
 
 
-def test_a_step_of_eight_jobs_fetches_each_block_once_a_pass() -> None:
+def test_a_step_of_eight_jobs_fetches_each_block_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """All microbatches use a block while it is on the device."""
     width, layer = 128, 4 * 128 * 129
     options: dict[str, Any] = {
@@ -54,7 +54,11 @@ def test_a_step_of_eight_jobs_fetches_each_block_once_a_pass() -> None:
     }
     jobs = [job(f"job-{i}", lr=1e-2 / 2**i, seed=i, steps=8, **options) for i in range(8)]
     with begun(jobs, 7 * layer // 2, SLOW_LINK) as found:
-        for _ in range(4):  # the first ones measure
+        found.step()
+        assert found.common.run is not None
+        # Which size of rounds is the fastest depends on what else this machine does.
+        monkeypatch.setattr(found.common.run, "step", partial(found.common.run.step, round_size=8))
+        for _ in range(3):  # the first ones measure
             found.step()
         together = [found.moved() for _ in range(3)]
         weights = sum(each.nbytes for each in found.common.run.model.parameters())  # type: ignore[union-attr]
