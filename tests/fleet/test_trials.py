@@ -102,6 +102,29 @@ def test_what_ran_on_a_node_that_went_away_begins_again_on_another(number: int, 
     assert [node for _, node, _ in cluster.started] == ["large"] * number + ["other"] * (4 - number)
 
 
+def is_killed(there: dict[str, int]) -> None:
+    """By the system, and the node stays."""
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_what_was_killed_begins_again(number: int, tmp_path: Path) -> None:
+    """During the search, and during each of the trials."""
+    notes: list[str] = []
+    cluster = ScriptedCluster({"large": 2}, {number: is_killed, number + 1: is_killed})
+    found = measured(cluster, tmp_path / "trials", notes)
+    assert [(option.technique, option.devices) for option in found.options] == [("plain", 1), ("pipeline", 2)]
+    assert notes == ["measured"]
+    assert len(cluster.started) == 5
+
+
+def test_a_trial_that_is_always_killed_has_failed(tmp_path: Path) -> None:
+    cluster = ScriptedCluster({"large": 2}, dict.fromkeys(range(3, 6), is_killed))
+    found = measured(cluster, tmp_path / "trials", [])
+    assert [(option.technique, option.devices) for option in found.options] == [("plain", 1)]
+    assert "pipeline on 2" in found.refused
+    assert len(cluster.started) == 5
+
+
 def test_trials_that_no_node_has_the_devices_for_are_left_to_a_later_run(tmp_path: Path) -> None:
     notes: list[str] = []
     cluster = ScriptedCluster({"large": 2, "small": 1}, {3: goes("large")})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from hydra_ext.fleet.techniques import technique_named
 logger = logging.getLogger(__name__)
 
 _TRIED = 10  # times the patience for a step: what a search or a trial may take
+_LIVES = 3  # processes of one search or trial: another one of this machine may have had its memory, and be gone now
 _REFERENCES = ("plain", "offload")  # the first of them that trains on one device has the bits that others must have
 
 
@@ -221,13 +223,14 @@ class Trials:
     def _run(self, orders: Sequence[Order]) -> dict[int, Failure | None]:
         """Runs orders side by side, as devices allow. Returns each gang's failure.
 
-        If the node goes away, all that ran there begins again on another one.
+        If the node goes away, all that ran there begins again on another one. So does what was killed from outside.
 
         Raises:
             StateError: There is no node.
         """
         node, by_gang = largest_node(self._cluster), {order.gang: order for order in orders}
         waiting, running, ended = list(orders), dict[int, tuple[list[int], float]](), dict[int, Failure | None]()
+        lost = Counter[int]()
         while len(ended) < len(orders):
             if node.name not in self._names():
                 node = largest_node(self._cluster)
@@ -243,8 +246,13 @@ class Trials:
                 self._cluster.start([order], node.name, own)
             for event in self._cluster.wait(1.0):
                 if isinstance(event, Ended) and event.gang in running:
-                    del running[event.gang]
-                    if event.failure is not None and event.failure.is_lost and node.name not in self._names():
+                    _, until = running.pop(event.gang)
+                    if event.failure is not None and event.failure.is_lost and until < float("inf"):
+                        lost[event.gang] += node.name in self._names()
+                        begins_again = lost[event.gang] < _LIVES
+                    else:
+                        begins_again = False
+                    if begins_again:
                         waiting.append(by_gang[event.gang])
                     else:
                         ended[event.gang] = event.failure
