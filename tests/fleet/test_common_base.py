@@ -494,6 +494,20 @@ def test_an_evaluation_that_changes_the_base_is_found(tmp_path: Path) -> None:
             found.members[1].save(tmp_path, {})
 
 
+def writes_unseen(model: nn.Module, microbatch: Any) -> Tensor:
+    model.norm.weight.data.mul_(0.9)  # type: ignore[union-attr,operator]
+    return trainings.loss(model, microbatch)
+
+
+def test_no_job_goes_on_with_a_base_that_one_has_changed_and_left() -> None:
+    with begun([job("a"), job("writes", loss=writes_unseen)]) as found:
+        found.step()
+        found.common.dismiss(found.members[1:])
+        found.step([0])
+    assert isinstance(found.losses["a"][1], WontDo)
+    assert "writes to frozen weights" in str(found.losses["a"][1])
+
+
 def of_one_number(model: nn.Module, microbatch: Any) -> Tensor:
     return trainings.loss(model, microbatch).reshape(1)
 

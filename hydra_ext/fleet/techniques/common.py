@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -358,6 +358,7 @@ class Common:
         self._gang = gang
         self._members: list[Member] = []
         self._training: _Training | None = None
+        self._spoiled: WontDo | None = None  # why no job can go on
 
     def __enter__(self) -> Common:
         return self
@@ -421,9 +422,14 @@ class Common:
         Raises:
             WontDo: A job has written to frozen weights.
         """
-        if self._training is not None:
+        if self._training is not None and self._spoiled is None:
             self._training.run.sync()
-            self._training.base.expect_same(numbers=True)
+            try:
+                self._training.base.expect_same(numbers=True)
+            except WontDo as error:
+                self._spoiled = error
+        if self._spoiled is not None:
+            raise self._spoiled
 
     def joined(self, member: Member) -> tuple[nn.Module, int]:
         """The model of all jobs on the device, and a job's number in it."""
@@ -431,12 +437,16 @@ class Common:
         return training.joined, training.members.index(member)
 
     def _entered(self) -> _Training:
+        if self._spoiled is not None:
+            raise self._spoiled
         if self._training is None:
             self._training = _Training(self._members, self._gang)
         return self._training
 
     def leave(self) -> None:
         """Has the models on the host again, until the next step or evaluation."""
+        with suppress(WontDo):  # it is kept, and raised where a job goes on
+            self.expect_same_base()
         training, self._training = self._training, None
         if training is not None:
             training.close()
