@@ -83,8 +83,8 @@ class Fleet:
             jobs: With different names.
             interval: Seconds between plans, and between a job's checkpoints.
             patience: Seconds without a step after which a job counts as hanging, and is restarted.
-            techniques: Names of techniques, or classes as ``"module:Class"``; by default all but ``"shared offload"``,
-                under which two jobs share a device and a process.
+            techniques: Names of techniques, or classes as ``"module:Class"``; by default all but ``"shared offload"``
+                and ``"common base"``, under which jobs share a device and a process.
             guide: Stops jobs that fall behind, or proposes further ones, such as
                 :class:`hydra_ext.fleet.SuccessiveHalving`; with a guide that proposes jobs ``jobs`` may be empty.
             trackers: Told of every step, such as :class:`hydra_ext.integrations.trackers.TensorBoard`.

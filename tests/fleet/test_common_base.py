@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hydra_ext.fleet import Job
 from hydra_ext.fleet.techniques import WontDo
-from hydra_ext.fleet.techniques.building import Batches
+from hydra_ext.fleet.techniques.building import Batches, build_model
 from hydra_ext.fleet.techniques.common import Asked, Beside, Common, CommonBase, base_of
 from support.fleet import trainings
 from support.fleet.adapters import (
@@ -521,11 +521,13 @@ def test_losses_may_have_one_number_in_any_shape() -> None:
 
 
 def test_the_base_is_told_by_its_bytes() -> None:
-    given = partial(trainings.adapted, width=WIDTH)
-    ranks = [base_of(job("a", rank=rank)) for rank in (2, 4)]
-    assert ranks[0] == ranks[1]
-    assert not ranks[0]["seeded"]
-    assert base_of(job("a", model=partial(given, base=8)))["base"] != ranks[0]["base"]
-    assert base_of(job("a", model=partial(given, base=None)))["seeded"]
+    def base(**options: Any) -> dict[str, Any]:
+        given = job("a", model=partial(trainings.adapted, width=WIDTH, **options))
+        return base_of(given, build_model(given))
+
+    assert base(rank=2) == base(rank=4)
+    assert not base()["seeded"]
+    assert base(base=8)["base"] != base()["base"]
+    assert base(base=None)["seeded"]
     with pytest.raises(WontDo, match="no weights are frozen"):
         CommonBase().search(trainings.job("a"), [gang().device])

@@ -247,12 +247,9 @@ class Trials:
             for event in self._cluster.wait(1.0):
                 if isinstance(event, Ended) and event.gang in running:
                     _, until = running.pop(event.gang)
-                    if event.failure is not None and event.failure.is_lost and until < float("inf"):
-                        lost[event.gang] += node.name in self._names()
-                        begins_again = lost[event.gang] < _LIVES
-                    else:
-                        begins_again = False
-                    if begins_again:
+                    is_lost, is_there = event.failure is not None and event.failure.is_lost, node.name in self._names()
+                    lost[event.gang] += is_lost and is_there
+                    if is_lost and (not is_there or (until < float("inf") and lost[event.gang] < _LIVES)):
                         waiting.append(by_gang[event.gang])
                     else:
                         ended[event.gang] = event.failure

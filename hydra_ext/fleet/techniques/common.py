@@ -43,9 +43,10 @@ class CommonBase(Offloading):
     tenants = 8
 
     def search(self, job: Job, devices: Sequence[Device]) -> Configuration:
-        found = {**super().search(job, devices), **base_of(job)}
-        _expect_places(build_model(job), devices[0].budget)
-        return found
+        model = build_model(job)
+        base = base_of(job, model)
+        _expect_places(model, devices[0].budget)
+        return {**super().search(job, devices), **base}
 
     @contextmanager
     def open(self, job: Job, gang: Gang, configuration: Configuration) -> Iterator[Session]:
@@ -57,14 +58,17 @@ class CommonBase(Offloading):
             yield member
 
 
-def base_of(job: Job) -> dict[str, Any]:
+def base_of(job: Job, model: nn.Module) -> dict[str, Any]:
     """What tells whether jobs have one base: the digest of the frozen weights, and whether they are drawn by the seed.
+
+    Args:
+        model: The job's.
 
     Raises:
         WontDo: No weights are frozen, or they are on meta.
     """
-    digest, other = (_digest(build_model(each)) for each in (job, replace(job, seed=job.seed + 1)))
-    return {"base": digest, "seeded": other != digest}
+    digest = _digest(model)
+    return {"base": digest, "seeded": _digest(build_model(replace(job, seed=job.seed + 1))) != digest}
 
 
 def _digest(model: nn.Module) -> str:
@@ -201,9 +205,7 @@ class _Base:
     def __init__(self, members: Sequence[Member]) -> None:
         frozen = [each for member in members for each in member.model.parameters() if not each.requires_grad]
         self._versions = {each: each._version for each in frozen}
-        self._digests = [(each, _C.SavedDigest([])) for each in self._versions if each.numel()]
-        for each, digest in self._digests:
-            digest.add(each.detach().unsqueeze(0))
+        self._digests = {each: _digest_of(each) for each in self._versions if each.numel()}
 
     def expect_same(self, *, numbers: bool = False) -> None:
         """
@@ -214,7 +216,7 @@ class _Base:
             WontDo: One was changed, or is trained now.
         """
         if any(each._version != version for each, version in self._versions.items()) or (
-            numbers and any(not digest.equals(_digest_of(each)) for each, digest in self._digests)
+            numbers and any(not digest.equals(_digest_of(each)) for each, digest in self._digests.items())
         ):
             raise WontDo("a job writes to frozen weights, which other jobs have too")
         if any(each.requires_grad or each.grad is not None for each in self._versions):
