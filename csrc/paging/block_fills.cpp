@@ -65,13 +65,14 @@ void BlockFills::begin(PagedBlock& block, const SlotSupply::Demand& demand) {
     const Lock lock = table_.lock();
     if (!table_.is_closed(lock)) {
       block.place.land(std::move(slot));
+      supply_.landed(lock);
       start(lock, block, demand.ahead);
       return;
     }
     block.place.cancel_reserving();
     table_.note_change(lock);
   }
-  supply_.give_back(slot);
+  supply_.put_down(slot);
   throw StateError(kClosed);
 }
 

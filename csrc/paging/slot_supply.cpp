@@ -31,21 +31,30 @@ Slot SlotSupply::evict_victim(const Lock& lock, bool spare_wanted) {
     ++table_.statistics(lock).evictions;
   }
   Slot slot = block->place.give_up_slot();
+  ++carried_;
   table_.note_change(lock);
   return slot;
 }
 
-bool SlotSupply::wait_for_movable() {
+bool SlotSupply::wait_for_movable(bool or_carried) {
   TicketPtr unfinished;
   bool dirty = false;
   {
-    const Lock lock = table_.lock();
+    Lock lock = table_.lock();
+    if (victim(lock, /*spare_wanted=*/false) != nullptr) {
+      return true;  // since the caller looked
+    }
     const auto& blocks = table_.all();
     const auto filling = std::find_if(blocks.begin(), blocks.end(), [](const auto& block) {
-      return block->place.state() == BlockState::kLoading && block->pins == 0 && !block->place.ticket()->finished();
+      // Had its fill ended before victim() looked, it would be the victim.
+      return block->place.state() == BlockState::kLoading && block->pins == 0 && block->truth.is_on_host();
     });
     unfinished = filling != blocks.end() ? (*filling)->place.ticket() : nullptr;
     dirty = std::any_of(blocks.begin(), blocks.end(), [](const auto& block) { return block->is_to_go_home(); });
+    if (!unfinished && !dirty && or_carried && carried_ > 0) {
+      table_.wait_for_change(lock);
+      return true;
+    }
   }
   const ActivityRange range(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForRoom);
   if (unfinished) {
@@ -57,22 +66,32 @@ bool SlotSupply::wait_for_movable() {
 }
 
 Slot SlotSupply::allocate(Bytes bytes) {
-  Slot slot{.memory = slots_.allocate(bytes), .bytes = bytes};
+  {
+    const Lock lock = table_.lock();
+    ++carried_;
+  }
+  Slot slot;
   try {
+    slot.memory = slots_.allocate(bytes);
+    slot.bytes = bytes;
     // Compute that is already enqueued may still use fresh memory: the lane waits for all of it.
     slot.fences.push_back(backend_.record());
   } catch (...) {  // re-raised
-    give_back(slot);
+    put_down(slot);
     throw;
   }
   return slot;
 }
 
+bool SlotSupply::fits(const Demand& demand) const noexcept {
+  return ledger_.in_use(MemoryClass::kWeights) <= demand.room - demand.bytes &&
+         ledger_.in_use() <= ledger_.limit() - demand.bytes;
+}
+
 Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
   for (;;) {
     std::exception_ptr refusal;
-    const bool within_room = ledger_.in_use(MemoryClass::kWeights) <= demand.room - demand.bytes;
-    if (within_room && ledger_.in_use() <= ledger_.limit() - demand.bytes) {
+    if (fits(demand)) {
       try {
         return allocate(demand.bytes);
       } catch (const OutOfMemory&) {
@@ -92,16 +111,19 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
       return slot;
     }
     if (slot.memory != nullptr) {
-      give_back(slot);
+      put_down(slot);
       if (!demand.ahead || !refusal) {
         continue;
       }
     }
-    if (!demand.ahead && (wait_for_movable() || (relief_.last_resort && relief_.last_resort()))) {
+    if (!demand.ahead && (wait_for_movable(/*or_carried=*/true) || (relief_.last_resort && relief_.last_resort()))) {
       continue;
     }
     if (refusal) {
       std::rethrow_exception(refusal);
+    }
+    if (!demand.ahead && fits(demand)) {
+      continue;  // another thread has given memory back meanwhile
     }
     throw OutOfMemory("no slot for block '" + wanted.name + "': it needs " + human_bytes(demand.bytes) + ", and " +
                       human_bytes(ledger_.in_use()) + " of " + human_bytes(ledger_.limit()) + " are in use");
@@ -111,6 +133,18 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
 void SlotSupply::give_back(const Slot& slot) noexcept {
   backend_.slot_returns(slot.ticket.get(), slot.fences);
   slots_.release(slot.memory, slot.bytes);
+}
+
+void SlotSupply::put_down(const Slot& slot) noexcept {
+  if (slot.memory != nullptr) {
+    give_back(slot);
+  }
+  landed(table_.lock());
+}
+
+void SlotSupply::landed(const Lock& lock) noexcept {
+  --carried_;
+  table_.note_change(lock);
 }
 
 void SlotSupply::trim(Bytes room) {
@@ -123,7 +157,7 @@ void SlotSupply::trim(Bytes room) {
     if (slot.memory == nullptr) {
       return;
     }
-    give_back(slot);
+    put_down(slot);
   }
 }
 
@@ -144,10 +178,10 @@ bool SlotSupply::evict_one() {
       }
     }
     if (slot.memory != nullptr) {
-      give_back(slot);
+      put_down(slot);
       return true;
     }
-    if (!wait_for_movable()) {
+    if (!wait_for_movable(/*or_carried=*/false)) {
       return relief_.last_resort && relief_.last_resort();
     }
   }

@@ -4,6 +4,9 @@
 // A part of the pager. Uses the table, and the contents, because dirty bytes are written back before their block is
 // evicted. Owns no memory. A slot returns by give_back(), or changes hands when its block is evicted.
 //
+// A slot is carried from its eviction or allocation until it lands in a block or is given back. The table does not show
+// a carried slot, so a reservation counts those of other threads before it says that there is no room.
+//
 // Threads: any; the table's mutex. The thread that holds it allocates and releases no memory, waits for no lane, and
 // calls no function of Relief. So evict_one() may be called from inside an allocation. Calls may block. Sizes are
 // bytes.
@@ -33,6 +36,8 @@ struct Relief {
 
 class SlotSupply {
  public:
+  using Lock = BlockTable::Lock;
+
   /// How far a reservation may go to get a slot.
   struct Demand {
     Bytes bytes = 0;
@@ -53,11 +58,16 @@ class SlotSupply {
   SlotSupply& operator=(const SlotSupply&) = delete;
 
   /// Reserves a slot of exactly the demanded size. `wanted`: for messages. Throws OutOfMemory. On any error nothing is
-  /// reserved. A reservation ahead asks the device for memory once.
+  /// reserved. A reservation ahead asks the device for memory once. The caller carries the slot: landed() or put_down()
+  /// ends that.
   Slot reserve(const Demand& demand, const PagedBlock& wanted);
   /// How often the device has refused memory within the ledger's limit. Each refusal may cost the device all memory
   /// that it kept for later.
   std::int64_t refusals() const noexcept { return refusals_.load(std::memory_order_relaxed); }
+  /// A carried slot is in a block from now on.
+  void landed(const Lock& lock) noexcept;
+  /// Gives a carried slot back.
+  void put_down(const Slot& slot) noexcept;
   /// Returns the slot to the device, in compute order.
   void give_back(const Slot& slot) noexcept;
   /// Evicts blocks that the plan does not want until all slots together take at most `room`.
@@ -68,18 +78,20 @@ class SlotSupply {
   bool evict_one();
 
  private:
-  using Lock = BlockTable::Lock;
-
-  /// A slot of fresh memory. On an error no memory is allocated.
+  /// Whether the ledger has room for the demand.
+  bool fits(const Demand& demand) const noexcept;
+  /// A carried slot of fresh memory. On an error no memory is allocated.
   Slot allocate(Bytes bytes);
   /// The block to evict next; null if every block in a slot is pinned, dirty, settled, loading, or (with
   /// `spare_wanted`) wanted.
   PagedBlock* victim(const Lock& lock, bool spare_wanted) const noexcept;
-  /// Takes the victim's slot for another use. Returns no slot if there is no victim. On an error nothing has changed.
+  /// Takes the victim's slot for another use, and carries it. Returns no slot if there is no victim. On an error
+  /// nothing has changed.
   Slot evict_victim(const Lock& lock, bool spare_wanted);
-  /// Waits for a fill under way, or writes dirty blocks back, so that a block can be evicted. False if there is
-  /// neither.
-  bool wait_for_movable();
+  /// Waits for a fill under way, or writes dirty blocks back, so that a block can be evicted. With `or_carried` it also
+  /// waits for a slot that another thread carries; not from inside an allocation, which may be that thread's. False if
+  /// there is none of these, and no victim.
+  bool wait_for_movable(bool or_carried);
 
   DeviceBackend& backend_;
   Resource& slots_;
@@ -88,6 +100,7 @@ class SlotSupply {
   BlockContents& contents_;
   const Relief relief_;
   std::atomic<std::int64_t> refusals_{0};
+  std::int64_t carried_ = 0;  // under the table's mutex
 };
 
 }  // namespace hydra

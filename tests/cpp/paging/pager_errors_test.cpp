@@ -240,6 +240,22 @@ TEST_F(PagerErrors, ClosesWithoutHostMemoryForAFence) {
   EXPECT_EQ(ledger_.in_use(), 0);
 }
 
+TEST_F(PagerErrors, AReservationCountsWhatAnotherThreadGivesBack) {
+  visit(0);
+  ASSERT_EQ(ledger_.in_use(), ledger_.limit());
+  device_.on_return = [this](Ticket* /*ticket*/) {
+    copied_.open();
+    end_.wait();
+  };
+  const std::jthread other([this] { EXPECT_TRUE(pager_.evict_one()); });
+  copied_.wait();
+  reliever_ = [this] {
+    end_.open();  // the ledger was full when the reservation looked
+    return false;
+  };
+  visit(1);
+}
+
 TEST_F(PagerErrors, AThreadThatIsAboutToGetABlockGivesUpWhenThePagerCloses) {
   ASSERT_TRUE(ledger_.try_charge(MemoryClass::kActivations, kErrorBlock));
   Gate waiting;
