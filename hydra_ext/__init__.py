@@ -21,7 +21,7 @@ from hydra_ext.runtime.run import Run
 from hydra_ext.stash import stash
 
 if TYPE_CHECKING:
-    from hydra_ext import codec, fleet, plan, schedule, tiled
+    from hydra_ext import codec, data, fleet, plan, schedule, tiled
     from hydra_ext.checkpoint.loading import Loaded, load_model
     from hydra_ext.construction import materialize
     from hydra_ext.fleet import Fleet, Job
@@ -52,6 +52,7 @@ __all__ = [
     "StepOutput",
     "__version__",
     "codec",
+    "data",
     "errors",
     "fleet",
     "load_model",
@@ -83,7 +84,7 @@ _ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("codec", "fleet", "plan", "schedule", "tiled"):
+    if name in ("codec", "data", "fleet", "plan", "schedule", "tiled"):
         return importlib.import_module(f"hydra_ext.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'hydra_ext' has no attribute '{name}'")

@@ -377,3 +377,39 @@ class JobFailed(HydraError, RuntimeError):
     def __init__(self, message: str, *, failures: Mapping[str, str]) -> None:
         super().__init__(message)
         self.failures = dict(failures)
+
+
+class InvalidStage(HydraError, ValueError):
+    """A stage of a data pipeline cannot run: other processes cannot load its function."""
+
+
+class SampleTooLarge(HydraError, MemoryError):
+    """A stage has made a sample that never has room in the memory that its workers share.
+
+    Attributes:
+        stage: Name of the stage.
+        needed: Bytes of the sample.
+        limit: Bytes that the workers share.
+    """
+
+    def __init__(self, message: str, *, stage: str, needed: int, limit: int) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.needed = needed
+        self.limit = limit
+
+
+class StageFailed(HydraError, RuntimeError):
+    """The function of a stage has raised, or its workers have died of one sample.
+
+    The error of the function is its ``__cause__``, if it can be sent from one process to another.
+
+    Attributes:
+        stage: Name of the stage.
+        number: The sample, as the stage counts them.
+    """
+
+    def __init__(self, message: str, *, stage: str, number: int) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.number = number

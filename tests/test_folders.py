@@ -11,6 +11,7 @@ GENERATED = {"_C", "_build_info"}
 # Smaller ones, with what is to keep them apart.
 SMALL = {
     "csrc/bindings": "the module, above its three folders",
+    "csrc/data": "the only memory that other processes write to",
     "csrc/io": "the only part that knows files",
     "csrc/pytorch/threads": "what all other folders of pytorch need, and no memory",
     "hydra_ext/_C": "generated stubs",

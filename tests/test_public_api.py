@@ -15,6 +15,7 @@ from typing import Any
 
 import hydra_ext
 import hydra_ext.codec
+import hydra_ext.data
 import hydra_ext.errors
 import hydra_ext.fleet
 import hydra_ext.optim
@@ -26,6 +27,7 @@ LIST = Path(__file__).with_name("public_api.txt")
 MODULES = (
     hydra_ext,
     hydra_ext.codec,
+    hydra_ext.data,
     hydra_ext.errors,
     hydra_ext.fleet,
     hydra_ext.optim,

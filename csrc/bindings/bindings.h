@@ -30,6 +30,7 @@ void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_codec(pybind11::module_& module);
+void bind_data(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_simulation(pybind11::module_& module, pybind11::class_<schedule::Schedule>& schedule_class);
 void bind_plan(pybind11::module_& module);

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_paging(module);
   hydra::bind_optim(module);
   hydra::bind_codec(module);
+  hydra::bind_data(module);
   hydra::bind_schedule(module);
   hydra::bind_plan(module);
   hydra::bind_activation_plan(module);

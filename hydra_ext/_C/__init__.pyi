@@ -79,6 +79,8 @@ __all__: list[str] = [
     "ScheduleStream",
     "SgdStep",
     "SharedBackend",
+    "SharedBlock",
+    "SharedRegion",
     "SimulatedDevice",
     "SiteVisit",
     "StagedBackward",
@@ -609,6 +611,41 @@ class TensorPlan:
         """
         Runs the updates on the host.
         """
+
+class SharedBlock:
+    """
+    A block of a shared region, as a buffer.
+    """
+    @property
+    def begin(self) -> int:
+        """
+        Where it starts in the region.
+        """
+
+class SharedRegion:
+    """
+    Memory that this process shares with its workers.
+    """
+    def __init__(self, most: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def allocate(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> SharedBlock | None:
+        """
+        A block; None if there is no room below the limit.
+        """
+    def trim(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def allocated(self) -> int: ...
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def limit(self) -> int: ...
+    @limit.setter
+    def limit(self, arg1: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def used(self) -> int: ...
 
 class ActionKind:
     """

@@ -1,0 +1,120 @@
+"""Loaders of datasets, in the place of DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, default_collate, default_convert
+
+from hydra_ext.data.loader import Loader
+from hydra_ext.data.stages.ahead import expect_positive
+from hydra_ext.data.stages.map import Map, Method, OnError
+from hydra_ext.data.stages.samples import Collate, Fetch, Keys, Samples
+from hydra_ext.errors import InvalidArgument
+
+
+def from_dataset(
+    dataset: Any,
+    batch_size: int | None = 1,
+    shuffle: bool = False,
+    sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[Any] | None = None,
+    num_workers: int = 1,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    drop_last: bool = False,
+    generator: torch.Generator | None = None,
+    prefetch_factor: int = 2,
+    map: Callable[[Any], Any] | None = None,
+    method: Method = "process",
+    on_error: OnError = "raise",
+    memory: int | str = "1GiB",
+) -> Loader:
+    """A loader of a dataset's batches, in the place of ``torch.utils.data.DataLoader``.
+
+    The order of samples is DataLoader's, drawn from the same generators. Random numbers of a sample follow from the
+    epoch's seed and the sample's key alone.
+
+    Args:
+        dataset: With ``__getitem__``, or an ``IterableDataset``. The latter is iterated in a thread of this process.
+        batch_size: None for single samples.
+        shuffle: Whether each epoch has another order.
+        sampler: Gives keys. It is listed when an epoch begins.
+        batch_sampler: Gives lists of keys.
+        num_workers: Number of workers to begin with. ``loader.stages["fetch"].workers`` changes it.
+        collate_fn: Makes a batch of a list of samples, in a worker.
+        drop_last: Whether a last batch with fewer samples is left out.
+        generator: Of the order.
+        prefetch_factor: Batches on the way for each worker.
+        map: Called with each sample, in a worker.
+        method: ``"process"``, or ``"thread"`` for work that leaves the interpreter lock to others.
+        on_error: ``"raise"``, or ``"skip"``: batches that cannot be made are left out and counted.
+        memory: Most bytes of the results of processes.
+
+    Raises:
+        InvalidArgument: Arguments exclude one another, or one is out of range.
+    """
+    expect_positive("batch_size", 1 if batch_size is None else batch_size)
+    expect_positive("num_workers", num_workers)
+    expect_positive("prefetch_factor", prefetch_factor)
+    _check(batch_size, shuffle, sampler, batch_sampler, drop_last, is_stream=isinstance(dataset, IterableDataset))
+    batched = batch_size is not None or batch_sampler is not None
+    collate = collate_fn or (default_collate if batched else default_convert)
+    kind = Collate if isinstance(dataset, IterableDataset) else partial(Fetch, dataset)
+    function = kind(map, collate, batched=batched, seeded=method == "process")
+    size, keys = (batch_size, sampler) if batch_sampler is None else (None, batch_sampler)
+    source = _source(dataset, size, keys, shuffle, generator, drop_last)
+    stage = partial(Map, name="fetch", method=method, on_error=on_error)
+    fetch = stage(source, function, workers=num_workers, per_worker=prefetch_factor)
+    return Loader(fetch, memory=memory, length=source.__len__ if isinstance(source, Keys) else None)
+
+
+def _source(
+    dataset: Any,
+    batch: int | None,
+    sampler: Iterable[Any] | None,
+    shuffle: bool,
+    generator: torch.Generator | None,
+    drop_last: bool,
+) -> Keys | Samples:
+    if isinstance(dataset, IterableDataset):
+        return Samples(dataset, batch=batch, generator=generator, drop_last=drop_last)
+    return Keys(
+        len(dataset) if sampler is None else 0,
+        batch=batch,
+        shuffled=shuffle,
+        sampler=sampler,
+        generator=generator,
+        drop_last=drop_last,
+    )
+
+
+def _check(
+    batch_size: int | None,
+    shuffle: bool,
+    sampler: Iterable[Any] | None,
+    batch_sampler: Iterable[Any] | None,
+    drop_last: bool,
+    *,
+    is_stream: bool,
+) -> None:
+    """As DataLoader's arguments exclude one another."""
+    if is_stream and (shuffle or sampler is not None or batch_sampler is not None):
+        raise InvalidArgument("an IterableDataset gives its own order: leave shuffle=, sampler=, batch_sampler= out")
+    if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
+        raise InvalidArgument(
+            "batch_sampler= stands for batch_size=, shuffle=, sampler= and drop_last=: leave them out"
+        )
+    if sampler is not None and shuffle:
+        raise InvalidArgument("sampler= gives the order: leave shuffle= out")
+    if batch_size is None and drop_last:
+        raise InvalidArgument("drop_last= is for batches: give batch_size=, too")
+    given = sampler if batch_sampler is None else batch_sampler
+    if given is not None and not hasattr(given, "__len__"):
+        raise InvalidArgument(
+            f"{type(given).__name__} has no length: give a sampler with __len__, or an IterableDataset for samples "
+            "without end"
+        )

@@ -1,0 +1,163 @@
+"""A pipeline's epochs: what a training loop iterates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from hydra_ext.data.report import LoaderReport, StageReport
+from hydra_ext.data.stages.ahead import Ahead
+from hydra_ext.data.stages.map import Map
+from hydra_ext.data.workers.processes import Workshop
+from hydra_ext.errors import InvalidArgument, StateError
+from hydra_ext.policy import parse_bytes
+
+_FORMAT = 1
+
+
+class Loader:
+    """Iterates a pipeline. Each iteration is an epoch.
+
+    Its processes have one memory for their results. It is a context manager, whose end is :meth:`close`.
+
+    Args:
+        root: The pipeline's last node, of :mod:`hydra_ext.data` or torchdata.
+        memory: Most bytes of shared memory, such as ``"2GiB"``.
+        length: Gives the number of items of an epoch, if it is known.
+
+    Raises:
+        InvalidArgument: Two stages have the same name.
+    """
+
+    def __init__(
+        self, root: BaseNode[Any], *, memory: int | str = "1GiB", length: Callable[[], int] | None = None
+    ) -> None:
+        self._root = root
+        self._length = length
+        self._workshop = Workshop(parse_bytes(memory))
+        self._ahead = _found(root)
+        self.stages: Mapping[str, Map] = {node.name: node for node in self._ahead if isinstance(node, Map)}
+        if len(self.stages) < sum(isinstance(node, Map) for node in self._ahead):
+            raise InvalidArgument("two stages have the same name: give each a name= of its own")
+        for stage in self.stages.values():
+            stage.share(self._workshop)
+        self._epoch: _Epoch | None = None
+        self._last: dict[str, Any] | None = None  # the state before the next epoch
+        self._is_closed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins the next epoch, or goes on where a loaded state was taken. An iteration that is under way ends."""
+        if self._is_closed:
+            raise StateError("this loader has been closed: make another one")
+        self._end()
+        self._epoch = _Epoch(self._root, self._last)
+        self._last = None
+        return self._epoch
+
+    def __len__(self) -> int:
+        """Items of an epoch.
+
+        Raises:
+            TypeError: It is not known.
+        """
+        if self._length is None:
+            raise TypeError("the number of items of this pipeline is not known")
+        return self._length()
+
+    def _end(self) -> None:
+        if self._epoch is not None:
+            self._epoch.end()
+            self._epoch = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration is: behind the last item given. It holds tensors, numbers, texts, lists and mappings."""
+        if self._last is not None:
+            return self._last
+        return {"format": _FORMAT, "root": None if self._epoch is None else self._epoch.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration go on where a state was taken. At an epoch's end that is the next epoch.
+
+        Raises:
+            InvalidArgument: It is not a loader's state.
+        """
+        if state.get("format") != _FORMAT or "root" not in state:
+            raise InvalidArgument(f"this is no state of a loader: it has the keys {sorted(map(str, state))}")
+        self._end()
+        self._last = dict(state)
+
+    def report(self) -> LoaderReport:
+        """What the stages do, and have done."""
+        return LoaderReport(
+            stages=tuple(_report(node) for node in self._ahead),
+            shared_bytes=self._workshop.region.used,
+            shared_limit=self._workshop.region.limit,
+            inline=self._workshop.inline,
+            deaths=self._workshop.deaths,
+        )
+
+    def close(self) -> None:
+        """Ends the workers. Items that were given stay."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end()
+        self._workshop.close()
+        for node in reversed(self._ahead):
+            node.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Epoch(Iterator[Any]):
+    """One iteration of a loader."""
+
+    def __init__(self, root: BaseNode[Any], state: Mapping[str, Any] | None) -> None:
+        self._root: BaseNode[Any] | None = root
+        saved = None if state is None else state["root"]
+        self._may_be_over = saved is not None  # the state may be that of an epoch's end
+        root.reset(saved)
+
+    def __next__(self) -> Any:
+        root = self._node()
+        try:
+            item = next(root)
+        except StopIteration:
+            if not self._may_be_over:
+                raise
+            root.reset(None)
+            item = next(root)
+        self._may_be_over = False
+        return item
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._node().state_dict()
+        return state
+
+    def end(self) -> None:
+        self._root = None
+
+    def _node(self) -> BaseNode[Any]:
+        if self._root is None:
+            raise StateError(
+                "this iteration has ended: its loader has begun another one, was given a state, or was closed"
+            )
+        return self._root
+
+
+def _found(node: BaseNode[Any]) -> list[Ahead[Any]]:
+    """The nodes of a pipeline that take items ahead, in the order of the data."""
+    below = [each for value in vars(node).values() if isinstance(value, BaseNode) for each in _found(value)]
+    return [*below, node] if isinstance(node, Ahead) else below
+
+
+def _report(node: Ahead[Any]) -> StageReport:
+    if isinstance(node, Map):
+        return StageReport(node.name, node.item_figures(), node.worker_figures(), node.skipped)
+    return StageReport(type(node).__name__.lower(), node.item_figures(), None, 0)

@@ -1,0 +1,300 @@
+"""Nodes that take items from their source before they are asked for, and give them in the source's order."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from hydra_ext.data.workers.pool import Made, Outcome, Raised
+from hydra_ext.errors import InvalidArgument, StateError
+
+_Item = TypeVar("_Item", covariant=True)
+
+_STOPPED = "this node was stopped: reset() lets it begin anew"
+_SNAPSHOTS = 16  # items from one state of the source to the next: a node that resumes takes those in between again
+
+
+class _Ended:
+    """The source has no more items."""
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """The source has raised: it gives no more items before it is reset."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class ItemFigures:
+    """What a node does now, and has done since its last reset.
+
+    Attributes:
+        depth: Items that may be on the way.
+        given: Items given.
+        ready: Items that could be given now.
+        source_seconds: Time that this node has waited for its source.
+        starved_seconds: Time that was waited for this node.
+    """
+
+    depth: int
+    given: int
+    ready: int
+    source_seconds: float
+    starved_seconds: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a flow begins.
+
+    Attributes:
+        flow: Its number.
+        epoch: Number of the epoch.
+        given: Items that were given before.
+        skip: Items that the source gives once more, and that were given before.
+    """
+
+    flow: int
+    epoch: int
+    given: int
+    skip: int
+
+
+class Flow:
+    """Items from one reset of a node to the next. A thread of its own takes them from the source.
+
+    Args:
+        submit: Called with each item and its number, in order. :meth:`finish` is to be called with its outcome.
+    """
+
+    def __init__(
+        self, source: BaseNode[Any], start: Start, submit: Callable[[Flow, int, Any], None], *, depth: int
+    ) -> None:
+        self.start = start
+        self._source = source
+        self._submit = submit
+        self._changed = threading.Condition()
+        self._outcomes: dict[int, Outcome | _Ended | _Broken] = {}
+        self._snapshots: deque[tuple[int, Mapping[str, Any]]] = deque()  # states of the source, by its next item
+        self._given = start.given
+        self._depth = depth
+        self._is_stopped = False
+        self._source_seconds = 0.0
+        self._starved_seconds = 0.0
+        self._thread = threading.Thread(target=self._feed, name="hydra_ext feed", daemon=True)
+        self._thread.start()
+
+    # ---- the consumer -----------------------------------------------------------------------------------------------
+
+    def next(self) -> Any:
+        """The next item; waits for it.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        begun = time.perf_counter()
+        with self._changed:
+            while self._given not in self._outcomes:
+                self._changed.wait()
+            self._starved_seconds += time.perf_counter() - begun
+            outcome = self._outcomes[self._given]
+            if isinstance(outcome, _Ended):
+                raise StopIteration
+            if isinstance(outcome, _Broken):
+                raise outcome.error
+            del self._outcomes[self._given]
+            self._given += 1
+            while len(self._snapshots) > 1 and self._snapshots[1][0] <= self._given:
+                self._snapshots.popleft()
+            self._changed.notify_all()
+        if isinstance(outcome, Raised):
+            raise outcome.error
+        return outcome.value
+
+    def state(self) -> dict[str, Any]:
+        """From which a node goes on with the item behind the last one given."""
+        with self._changed:
+            while not self._snapshots:
+                if self._is_stopped:
+                    raise StateError(_STOPPED)
+                if isinstance(outcome := self._outcomes.get(self._given), _Broken):
+                    raise outcome.error
+                self._changed.wait()
+            number, state = self._snapshots[0]
+            return {
+                "source": state,
+                "skip": self._given - number,
+                "given": self._given,
+                "epoch": self.start.epoch,
+            }
+
+    def resize(self, depth: int) -> None:
+        with self._changed:
+            self._depth = depth
+            self._changed.notify_all()
+
+    def figures(self) -> ItemFigures:
+        with self._changed:
+            return ItemFigures(
+                depth=self._depth,
+                given=self._given,
+                ready=sum(isinstance(each, Made | Raised) for each in self._outcomes.values()),
+                source_seconds=self._source_seconds,
+                starved_seconds=self._starved_seconds,
+            )
+
+    def ask_to_stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._outcomes.setdefault(self._given, _Ended())  # the consumer may wait, in another thread
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    # ---- items ------------------------------------------------------------------------------------------------------
+
+    def finish(self, number: int, outcome: Outcome | _Ended | _Broken) -> None:
+        with self._changed:
+            if not self._is_stopped:
+                self._outcomes[number] = outcome
+                self._changed.notify_all()
+
+    def _feed(self) -> None:
+        number = first = self.start.given - self.start.skip
+        try:
+            while self._has_room(number):
+                if number == first or number % _SNAPSHOTS == 0:
+                    self._note(number)
+                begun = time.perf_counter()
+                item = next(self._source)
+                self._source_seconds += time.perf_counter() - begun
+                if number >= self.start.given:
+                    self._submit(self, number, item)
+                number += 1
+                del item
+        except StopIteration:
+            self.finish(number, _Ended())
+        except BaseException as error:  # noqa: BLE001 - raised where the item is taken
+            self.finish(number, _Broken(error))
+
+    def _has_room(self, number: int) -> bool:
+        """Waits until another item may be on the way. Returns False if the flow is to stop."""
+        with self._changed:
+            while not self._is_stopped and number - self._given >= self._depth:
+                self._changed.wait()
+            return not self._is_stopped
+
+    def _note(self, number: int) -> None:
+        state = self._source.state_dict()
+        with self._changed:
+            self._snapshots.append((number, state))
+            self._changed.notify_all()
+
+
+class Ahead(BaseNode[_Item]):
+    """
+    Args:
+        source: Any node.
+        depth: Items that may be on the way: taken from the source, and not given yet.
+
+    Raises:
+        InvalidArgument: ``depth`` is not a positive number.
+    """
+
+    def __init__(self, source: BaseNode[Any], *, depth: int) -> None:
+        expect_positive("depth", depth)
+        super().__init__()
+        self.source = source
+        self._depth = depth
+        self._flow: Flow | None = None
+        self._flows = 0
+        self._epoch = -1
+
+    @abstractmethod
+    def _submit(self) -> Callable[[Flow, int, Any], None]:
+        """What a flow does with an item. It must not refer to this node, which would never be let go."""
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+    @depth.setter
+    def depth(self, depth: int) -> None:
+        expect_positive("depth", depth)
+        self._depth = depth
+        if self._flow is not None:
+            self._flow.resize(depth)
+
+    def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
+        super().reset(dict(initial_state) if initial_state is not None else None)
+        self.stop()
+        self._flows += 1
+        if initial_state is None:
+            self._epoch += 1
+            start = Start(flow=self._flows, epoch=self._epoch, given=0, skip=0)
+            self.source.reset(None)
+        else:
+            given, skip, self._epoch = (int(initial_state[key]) for key in ("given", "skip", "epoch"))
+            start = Start(flow=self._flows, epoch=self._epoch, given=given, skip=skip)
+            self.source.reset(dict(initial_state["source"]))
+        self._flow = Flow(self.source, start, self._submit(), depth=self._depth)
+        self._finalizer = weakref.finalize(self, _stop, self.source, self._flow)
+
+    def next(self) -> Any:
+        return self._running().next()
+
+    def get_state(self) -> dict[str, Any]:
+        return self._running().state()
+
+    def _running(self) -> Flow:
+        if self._flow is None:  # BaseNode resets before the first item
+            raise StateError(_STOPPED)
+        return self._flow
+
+    def stop(self) -> None:
+        """Takes no more items. The next reset begins anew."""
+        if self._flow is not None:
+            self._finalizer()
+            self._flow = None
+
+    def close(self) -> None:
+        """As :meth:`stop`, and ends workers."""
+        self.stop()
+
+    def item_figures(self) -> ItemFigures | None:
+        """None before the first item was asked for."""
+        return None if self._flow is None else self._flow.figures()
+
+
+def expect_positive(name: str, value: object) -> None:
+    """
+    Raises:
+        InvalidArgument: An argument is not a whole number from 1 on.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(f"{name}={value!r}: give a whole number from 1 on")
+
+
+def _stop(source: BaseNode[Any], flow: Flow) -> None:
+    """Stops a flow, which may wait for the nodes below: these first."""
+    flow.ask_to_stop()
+    for node in _nearest(source):
+        node.stop()
+    flow.join()
+
+
+def _nearest(node: BaseNode[Any]) -> list[Ahead[Any]]:
+    """The nodes at or below a node that take items ahead, up to the first one on each way."""
+    if isinstance(node, Ahead):
+        return [node]
+    return [each for below in vars(node).values() if isinstance(below, BaseNode) for each in _nearest(below)]

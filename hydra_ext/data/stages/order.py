@@ -1,0 +1,134 @@
+"""Nodes that put items together, or in another order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from hydra_ext.data.places import Place
+from hydra_ext.data.stages.ahead import Ahead, Flow, expect_positive
+from hydra_ext.data.workers.pool import Made
+
+
+class Prefetch(Ahead[Any]):
+    """Takes items from its source before they are asked for.
+
+    Args:
+        source: Any node.
+        depth: Items that may wait.
+    """
+
+    def _submit(self) -> Callable[[Flow, int, Any], None]:
+        return _pass_on
+
+
+def _pass_on(flow: Flow, number: int, item: Any) -> None:
+    flow.finish(number, Made(item, 0.0))
+
+
+class Batch(BaseNode[list[Any]]):
+    """Lists of consecutive items.
+
+    Args:
+        source: Any node.
+        size: Items of a list.
+        drop_last: Whether a last list with fewer items is left out.
+
+    Raises:
+        InvalidArgument: ``size`` is not a positive number.
+    """
+
+    def __init__(self, source: BaseNode[Any], size: int, *, drop_last: bool = False) -> None:
+        expect_positive("size", size)
+        super().__init__()
+        self.source = source
+        self._size = size
+        self._drop_last = drop_last
+
+    def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
+        super().reset(dict(initial_state) if initial_state is not None else None)
+        self.source.reset(None if initial_state is None else initial_state["source"])
+
+    def next(self) -> list[Any]:
+        items: list[Any] = []
+        while len(items) < self._size:
+            try:
+                items.append(next(self.source))
+            except StopIteration:
+                break
+        if not items or (self._drop_last and len(items) < self._size):
+            raise StopIteration
+        return items
+
+    def get_state(self) -> dict[str, Any]:
+        return {"source": self.source.state_dict()}
+
+
+class Shuffle(BaseNode[Any]):
+    """Items in a random order, within windows of so many consecutive items.
+
+    The order follows from the seed, the epoch and the window. A node that resumes takes the items of its window again.
+
+    Args:
+        source: Any node.
+        window: Items that are held and put in another order.
+        seed: Of the order.
+
+    Raises:
+        InvalidArgument: ``window`` is not a positive number.
+    """
+
+    def __init__(self, source: BaseNode[Any], window: int, *, seed: int = 0) -> None:
+        expect_positive("window", window)
+        super().__init__()
+        self.source = source
+        self._window = window
+        self._seed = seed
+        self._epoch = -1
+        self._windows = 0
+        self._items: list[Any] = []
+        self._given = 0
+        self._state: dict[str, Any] = {}  # of the source, before the window
+
+    def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
+        super().reset(dict(initial_state) if initial_state is not None else None)
+        self._items, self._given = [], 0
+        if initial_state is None:
+            self._epoch, self._windows = self._epoch + 1, 0
+            self.source.reset(None)
+            self._state = self.source.state_dict()
+            return
+        self._epoch, self._windows = int(initial_state["epoch"]), int(initial_state["window"])
+        self._state = initial_state["source"]
+        self.source.reset(self._state)
+        given = int(initial_state["given"])
+        if given:
+            self._fill()
+            self._given = given
+
+    def next(self) -> Any:
+        if self._given == len(self._items):
+            if self._items:
+                self._windows += 1
+            self._items, self._given = [], 0
+            self._state = self.source.state_dict()
+            self._fill()
+            if not self._items:
+                raise StopIteration
+        self._given += 1
+        item, self._items[self._given - 1] = self._items[self._given - 1], None  # it is the consumer's now
+        return item
+
+    def _fill(self) -> None:
+        try:
+            while len(self._items) < self._window:
+                self._items.append(next(self.source))
+        except StopIteration:
+            pass
+        random.Random(Place(self._seed, self._epoch, self._windows).derived()).shuffle(self._items)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"source": self._state, "epoch": self._epoch, "window": self._windows, "given": self._given}

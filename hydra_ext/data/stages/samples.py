@@ -1,0 +1,236 @@
+"""Datasets as sources, and the function that makes batches of them in workers. Orders are those of DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler
+from torchdata.nodes import BaseNode, IterableWrapper
+
+from hydra_ext.data import places
+from hydra_ext.data.places import Place
+
+Batch = tuple[int, Any]  # the epoch's seed, and the keys of a batch, or one key
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """As DataLoader draws one at the start of an epoch."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class Keys(BaseNode[Batch]):
+    """The keys of a dataset's batches, epoch by epoch.
+
+    An epoch begins with the draws of DataLoader, from the same generators. So the order is the same, and what else
+    draws from them goes on as it would beside a DataLoader.
+
+    Args:
+        samples: Number of samples; unused with a sampler.
+        batch: Size of a batch; None: each item is one key, or what ``sampler`` gives.
+        shuffled: Whether the order is random.
+        sampler: Gives keys, or lists of keys, with a length.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        *,
+        batch: int | None,
+        shuffled: bool,
+        sampler: Iterable[Any] | None,
+        generator: torch.Generator | None,
+        drop_last: bool,
+    ) -> None:
+        super().__init__()
+        self._samples = samples
+        self._batch = batch
+        self._shuffled = shuffled
+        self._sampler = sampler
+        self._generator = generator
+        self._drop_last = drop_last
+        self._seed = 0
+        self._saved: Any = None  # from what the order is made again
+        self._order: Sequence[Any] | torch.Tensor = ()
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        samples = self._samples if self._sampler is None else len(self._sampler)  # type: ignore[arg-type]
+        if self._batch is None:
+            return samples
+        return samples // self._batch if self._drop_last else -(-samples // self._batch)
+
+    def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
+        super().reset(dict(initial_state) if initial_state is not None else None)
+        if initial_state is None:
+            self._seed = draw_seed(self._generator)
+            self._next = 0
+            self._draw()
+        else:
+            self._seed, self._next = int(initial_state["seed"]), int(initial_state["next"])
+            self._saved = initial_state["order"]
+            self._order = self._made(self._saved)
+
+    def _draw(self) -> None:
+        if self._sampler is not None:
+            keys = list(self._sampler)
+            whole = all(type(key) is int for key in keys)
+            self._saved = torch.tensor(keys, dtype=torch.int64) if whole else keys
+        elif not self._shuffled:
+            self._saved = None
+        elif self._generator is None:
+            self._saved = draw_seed(None)
+        else:
+            self._saved = _permutation(self._samples, self._generator)
+        self._order = self._made(self._saved)
+
+    def _made(self, saved: Any) -> Any:
+        if saved is None:
+            return range(self._samples)
+        return _permutation(self._samples, torch.Generator().manual_seed(saved)) if isinstance(saved, int) else saved
+
+    def next(self) -> Batch:
+        begin = self._next * (self._batch or 1)
+        end = min(begin + (self._batch or 1), len(self._order))
+        if begin >= end or (self._batch is not None and self._drop_last and end - begin < self._batch):
+            raise StopIteration
+        self._next += 1
+        keys = self._order[begin:end]
+        keys = keys.tolist() if isinstance(keys, torch.Tensor) else list(keys)
+        return self._seed, keys if self._batch is not None else keys[0]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"seed": self._seed, "next": self._next, "order": self._saved}
+
+
+def _permutation(samples: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.tensor(list(RandomSampler(range(samples), generator=generator)), dtype=torch.int64)
+
+
+class Samples(BaseNode[tuple[int, int, Any]]):
+    """The samples of an iterable, with the epoch's seed and the number of the first one: lists of them, or one.
+
+    The iterable's ``state_dict`` and ``load_state_dict`` are used where it has them. Others are iterated anew, and what
+    was given is passed over.
+    """
+
+    def __init__(
+        self, samples: Iterable[Any], *, batch: int | None, generator: torch.Generator | None, drop_last: bool
+    ) -> None:
+        super().__init__()
+        self.source: BaseNode[Any] = IterableWrapper(samples)
+        self._batch = batch
+        self._generator = generator
+        self._drop_last = drop_last
+        self._seed = 0
+        self._next = 0
+
+    def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
+        super().reset(dict(initial_state) if initial_state is not None else None)
+        if initial_state is None:
+            self._seed, self._next = draw_seed(self._generator), 0
+            self.source.reset(None)
+        else:
+            self._seed, self._next = int(initial_state["seed"]), int(initial_state["next"])
+            self.source.reset(dict(initial_state["source"]))
+
+    def next(self) -> tuple[int, int, Any]:
+        begin = self._next
+        if self._batch is None:
+            item = next(self.source)
+            self._next += 1
+            return self._seed, begin, item
+        items: list[Any] = []
+        while len(items) < self._batch:
+            try:
+                items.append(next(self.source))
+            except StopIteration:
+                break
+        self._next += len(items)
+        if not items or (self._drop_last and len(items) < self._batch):
+            raise StopIteration
+        return self._seed, begin, items
+
+    def get_state(self) -> dict[str, Any]:
+        return {"seed": self._seed, "next": self._next, "source": self.source.state_dict()}
+
+
+# ---- functions of workers -------------------------------------------------------------------------------------------
+
+
+class Fetch:
+    """Makes a batch of a dataset's samples. Random numbers of a sample follow from the epoch's seed and its key.
+
+    Args:
+        batched: Whether items are lists of keys.
+        seeded: Whether the generators of torch, Python and numpy begin with each sample's seed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        function: Callable[[Any], Any] | None,
+        collate: Callable[[Any], Any],
+        *,
+        batched: bool,
+        seeded: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._function = function
+        self._collate = collate
+        self._batched = batched
+        self._seeded = seeded
+
+    def __call__(self, item: Batch) -> Any:
+        seed, keys = item
+        if not self._batched:
+            return self._collate(self._sample(seed, keys))
+        many = getattr(self._dataset, "__getitems__", None)
+        if many is None:
+            return self._collate([self._sample(seed, key) for key in keys])
+        with places.at(_place(seed, keys), seeded=self._seeded):
+            samples = many(keys)
+        return self._collate([self._mapped(seed, key, each) for key, each in zip(keys, samples, strict=True)])
+
+    def _sample(self, seed: int, key: Any) -> Any:
+        with places.at(_place(seed, key), seeded=self._seeded):
+            sample = self._dataset[key]
+            return sample if self._function is None else self._function(sample)
+
+    def _mapped(self, seed: int, key: Any, sample: Any) -> Any:
+        if self._function is None:
+            return sample
+        with places.at(_place(seed, key), seeded=self._seeded):
+            return self._function(sample)
+
+
+class Collate:
+    """Makes a batch of an iterable's samples."""
+
+    def __init__(
+        self, function: Callable[[Any], Any] | None, collate: Callable[[Any], Any], *, batched: bool, seeded: bool
+    ) -> None:
+        self._function = function
+        self._collate = collate
+        self._batched = batched
+        self._seeded = seeded
+
+    def __call__(self, item: tuple[int, int, Any]) -> Any:
+        seed, first, samples = item
+        if self._function is None:
+            return self._collate(samples)
+        if not self._batched:
+            return self._collate(self._mapped(seed, first, samples))
+        return self._collate([self._mapped(seed, first + i, sample) for i, sample in enumerate(samples)])
+
+    def _mapped(self, seed: int, number: int, sample: Any) -> Any:
+        if self._function is None:
+            return sample
+        with places.at(_place(seed, number), seeded=self._seeded):
+            return self._function(sample)
+
+
+def _place(seed: int, key: Any) -> Place:
+    return Place(seed, 0, key if type(key) is int else repr(key))

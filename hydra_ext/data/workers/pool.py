@@ -1,0 +1,199 @@
+"""Workers of one stage: as many as are wanted now, which take tasks in order and tell when they are done."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hydra_ext.data.places import Place
+
+
+@dataclass(frozen=True)
+class Task:
+    """An item to be made something of.
+
+    Attributes:
+        flow: Number of the flow of items that it belongs to.
+        number: In the flow. Results are given in this order.
+    """
+
+    flow: int
+    number: int
+    place: Place
+    item: Any
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a worker has made, and the seconds that it took."""
+
+    value: Any
+    seconds: float
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Why nothing was made."""
+
+    error: BaseException
+
+
+Outcome = Made | Raised
+
+
+class Worker(Protocol):
+    """Makes something of one item at a time. Used by one thread."""
+
+    def call(self, task: Task, is_oldest: Callable[[], bool]) -> Made:
+        """
+        Args:
+            is_oldest: Whether the pipeline waits for this task before any other one of its stage.
+        """
+
+    def close(self) -> None:
+        """Releases what the worker has. It has no task."""
+
+
+@dataclass(frozen=True)
+class WorkerFigures:
+    """What a pool does now, and has done so far.
+
+    Attributes:
+        workers: That are there.
+        busy: That have a task.
+        waiting: Tasks that no worker has yet.
+        done: Tasks that were done.
+        seconds: That they took, together.
+        nbytes: Of their results.
+    """
+
+    workers: int
+    busy: int
+    waiting: int
+    done: int
+    seconds: float
+    nbytes: int
+
+
+class Pool:
+    """
+    Args:
+        name: Of its threads.
+        make: Makes a worker, in the thread that will use it.
+        tell: Called with each task and its outcome, by the worker's thread.
+        workers: Number of workers.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], Worker], tell: Callable[[Task, Outcome], None], *, workers: int
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._tasks: deque[Task] = deque()
+        self._open: set[tuple[int, int]] = set()  # tasks that are not done
+        self._threads: set[threading.Thread] = set()
+        self._wanted = workers
+        self._busy = 0
+        self._done = 0
+        self._seconds = 0.0
+        self._nbytes = 0
+
+    @property
+    def workers(self) -> int:
+        """Number of workers. One that has a task leaves behind it."""
+        return self._wanted
+
+    def resize(self, workers: int) -> None:
+        with self._changed:
+            self._wanted = workers
+            self._fill()
+            self._changed.notify_all()
+
+    def put(self, task: Task) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            self._open.add((task.flow, task.number))
+            self._fill()
+            self._changed.notify()
+
+    def drop(self) -> None:
+        """Forgets tasks that no worker has. Outcomes of the others are still told."""
+        with self._changed:
+            for task in self._tasks:
+                self._open.discard((task.flow, task.number))
+            self._tasks.clear()
+
+    def close(self) -> None:
+        """Waits until all workers have left."""
+        with self._changed:
+            threads = list(self._threads)
+        self.drop()
+        self.resize(0)
+        for thread in threads:
+            thread.join()
+
+    def figures(self) -> WorkerFigures:
+        with self._changed:
+            return WorkerFigures(
+                workers=len(self._threads),
+                busy=self._busy,
+                waiting=len(self._tasks),
+                done=self._done,
+                seconds=self._seconds,
+                nbytes=self._nbytes,
+            )
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Starts the workers that are wanted. Called under the lock."""
+        while len(self._threads) < self._wanted and self._tasks:
+            thread = threading.Thread(target=self._main, name=f"hydra_ext {self._name}", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def _main(self) -> None:
+        worker: Worker | None = None
+        try:
+            while (task := self._next()) is not None:
+                try:
+                    worker = worker or self._make()
+                    outcome: Outcome = worker.call(task, lambda task=task: self._is_oldest(task))  # type: ignore[misc]
+                except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+                    outcome = Raised(error)
+                self._finish(task, outcome)
+                del task, outcome  # a worker that waits keeps nothing alive
+        finally:
+            if worker is not None:
+                worker.close()
+
+    def _next(self) -> Task | None:
+        """The next task; None if this worker is to leave."""
+        with self._changed:
+            while len(self._threads) <= self._wanted:
+                if self._tasks:
+                    self._busy += 1
+                    return self._tasks.popleft()
+                self._changed.wait()
+            self._threads.discard(threading.current_thread())
+            return None
+
+    def _finish(self, task: Task, outcome: Outcome) -> None:
+        with self._changed:
+            self._busy -= 1
+            self._done += 1
+            self._open.discard((task.flow, task.number))
+            if isinstance(outcome, Made):
+                self._seconds += outcome.seconds
+                self._nbytes += outcome.nbytes
+        self._tell(task, outcome)
+
+    def _is_oldest(self, task: Task) -> bool:
+        with self._changed:
+            return min(self._open, default=(task.flow, task.number)) >= (task.flow, task.number)

@@ -1,0 +1,288 @@
+"""Workers in processes of their own: whatever becomes of one, the process that trains goes on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import reduction, spawn
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy
+
+from hydra_ext import _C
+from hydra_ext.data.workers import contents, server
+from hydra_ext.data.workers.pool import Made, Task
+from hydra_ext.data.workers.protocol import Ask, Done, Failed, Hello, Load, Prepare, Room, Start, Take
+from hydra_ext.errors import InvalidStage, SampleTooLarge, StageFailed, StateError
+
+_MAIN = "from hydra_ext.data.workers import server; server.main()"
+_LIVES = 3  # workers that one sample may cost
+_LOOK = 0.002  # seconds between looks for room
+
+
+class _Server:
+    """The process that workers are forked from, and the connection to it."""
+
+    def __init__(self, region: _C.SharedRegion) -> None:
+        if server.is_here():
+            raise StateError(
+                "the program's main module begins a pipeline while workers import it: put what it runs under "
+                "if __name__ == '__main__':, or what workers need into another module"
+            )
+        ours, theirs = socket.socketpair()
+        given = [theirs.fileno(), region.descriptor]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, *map(str, given), str(region.most)],
+                pass_fds=given,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
+            )
+        self.connection = Connection(ours.detach())
+        data = {key: value for key, value in spawn.get_preparation_data("hydra_ext worker").items() if key != "authkey"}
+        main = {key: data.pop(key) for key in list(data) if key.startswith("init_main")}
+        self.connection.send(Prepare(data, main))
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()  # the kernel ends the workers
+        self.process.wait()
+
+
+class _Servers:
+    """The server that runs now, if any. A new one takes its place if it has died."""
+
+    def __init__(self, region: _C.SharedRegion) -> None:
+        self._region = region
+        self._lock = threading.Lock()
+        self._functions: list[Load] = []
+        self._server: _Server | None = None
+        self._is_closed = False
+
+    def load(self, function: bytes) -> int:
+        """Returns the number of the stage."""
+        with self._lock:
+            asked = Load(len(self._functions), function, needs_main=b"__main__" in function)
+            self._functions.append(asked)
+            if self._server is not None:
+                with suppress(OSError):  # one that has died is replaced when a worker is to start
+                    self._server.connection.send(asked)
+            return asked.stage
+
+    def start(self, stage: int) -> Connection:
+        """The connection of a new worker. Raises StateError once closed."""
+        with self._lock:
+            try:
+                return self._start(stage)
+            except OSError:
+                self._end()
+                return self._start(stage)
+
+    def _start(self, stage: int) -> Connection:
+        if self._is_closed:
+            raise StateError("the workers of this pipeline have been closed")
+        if self._server is None:
+            self._server = _Server(self._region)
+            for each in self._functions:
+                self._server.connection.send(each)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._server.connection.send(Start(stage))
+            reduction.send_handle(self._server.connection, theirs.fileno(), self._server.process.pid)
+            return Connection(ours.detach())
+
+    def process(self) -> int | None:
+        with self._lock:
+            return None if self._server is None else self._server.process.pid
+
+    def _end(self) -> None:
+        if self._server is not None:
+            self._server.end()
+            self._server = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._end()
+
+
+class Workshop:
+    """Where a pipeline's worker processes come from, and the memory that they share with this process.
+
+    Args:
+        memory: Most bytes of shared memory.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.region = _C.SharedRegion(memory)
+        self._address = self.region.address
+        self._servers = _Servers(self.region)
+        self._largest = 0  # bytes of one result
+        self.workers: dict[int, int] = {}  # stage by process
+        self.inline = 0  # results that found no room, and travelled by themselves
+        self.deaths = 0  # workers that died
+        self.close = weakref.finalize(self, self._servers.close)  # ends all processes; results that were taken stay
+
+    def load(self, name: str, function: Callable[[Any], Any]) -> int:
+        """Makes a function ready for workers. Returns the number of its stage.
+
+        Raises:
+            InvalidStage: The function cannot be sent to another process.
+        """
+        try:
+            data = contents.whole(function)
+        except Exception as error:
+            raise InvalidStage(
+                f"stage {name!r}: its function cannot be sent to workers: {error}: give a function at the top of a "
+                "module, or functools.partial of one, or method='thread'"
+            ) from error
+        return self._servers.load(data)
+
+    def start(self, stage: int) -> Connection:
+        """A worker's connection."""
+        return self._servers.start(stage)
+
+    @property
+    def processes(self) -> list[int]:
+        """The server and its workers."""
+        first = self._servers.process()
+        return [*([] if first is None else [first]), *self.workers]
+
+    def room(self, name: str, nbytes: int, is_oldest: Callable[[], bool]) -> _C.SharedBlock | None:
+        """Room for a result, or None if it has to travel by itself.
+
+        The oldest result gets what there is. Others leave room for one more: it is waited for first.
+
+        Raises:
+            SampleTooLarge: There will never be room for it.
+        """
+        limit = self.region.limit
+        if nbytes > limit:
+            raise SampleTooLarge(
+                f"stage {name!r} has made a sample of {nbytes} bytes, and workers share {limit} bytes with this "
+                "process: give a larger memory=, or make smaller samples",
+                stage=name,
+                needed=nbytes,
+                limit=limit,
+            )
+        self._largest = max(self._largest, nbytes)
+        while True:
+            first = is_oldest()
+            if first or self.region.used + nbytes + self._largest <= self.region.limit:
+                block = self.region.allocate(nbytes)
+                if block is not None or first:
+                    self.inline += block is None
+                    return block
+            time.sleep(_LOOK)
+
+    def placed(self, buffers: Sequence[memoryview]) -> list[tuple[int, int]] | None:
+        """Where buffers lie in the region; None if one does not."""
+        found = []
+        for buffer in buffers:
+            begin = numpy.frombuffer(buffer, numpy.uint8).__array_interface__["data"][0] - self._address
+            if not 0 <= begin <= self.region.most - buffer.nbytes:
+                return None
+            found.append((begin, buffer.nbytes))
+        return found
+
+
+class ProcessWorker:
+    """One worker process. A new one takes its place if it dies."""
+
+    def __init__(self, workshop: Workshop, name: str, stage: int) -> None:
+        self._workshop = workshop
+        self._name = name
+        self._stage = stage
+        self._connection: Connection | None = None
+        self._process = 0
+
+    def call(self, task: Task, is_oldest: Callable[[], bool]) -> Made:
+        """
+        Raises:
+            StageFailed: The function has raised, or several workers have died of this item.
+            SampleTooLarge: Its result will never have room.
+            InvalidStage: A worker cannot load the function.
+        """
+        for _ in range(_LIVES):
+            try:
+                return self._call(self._started(), task, is_oldest)
+            except (EOFError, ConnectionError) as error:
+                cause = error
+                self._workshop.deaths += 1
+                self.close()
+        raise StageFailed(
+            f"stage {self._name!r}, sample {task.place.number}: {_LIVES} workers have died of it, perhaps ended by the "
+            "system for lack of memory",
+            stage=self._name,
+            number=task.number,
+        ) from cause
+
+    def _started(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._workshop.start(self._stage)
+            hello: Hello = self._connection.recv()
+            self._process = hello.process
+            self._workshop.workers[hello.process] = self._stage
+            if hello.broken:
+                self.close()
+                raise InvalidStage(
+                    f"stage {self._name!r}: workers cannot load its function: {hello.broken.strip().splitlines()[-1]}: "
+                    f"give one that another process can import\n\nIn the worker:\n{hello.broken}"
+                )
+        return self._connection
+
+    def _call(self, connection: Connection, task: Task, is_oldest: Callable[[], bool]) -> Made:
+        data, buffers = contents.dumped(task.item)
+        where = self._workshop.placed(buffers)
+        if where is None:
+            data, where = contents.whole(task.item), []
+        connection.send(Take(task.place, data, where))
+        answer: Ask | Done | Failed = connection.recv()
+        block, sizes = None, list[int]()
+        if isinstance(answer, Ask):
+            sizes = list(answer.sizes)
+            try:
+                block = self._workshop.room(self._name, contents.offsets(sizes)[1], is_oldest)
+            except BaseException:  # re-raised
+                connection.send(Room(is_refused=True))
+                raise
+            connection.send(Room(None if block is None else block.begin))
+            answer = connection.recv()
+        if isinstance(answer, Done):
+            return _made(answer, block, sizes)
+        if isinstance(answer, Failed):
+            raise self._failure(answer, task)
+        raise StateError(f"stage {self._name!r}: internal error: a worker answered with {type(answer).__name__}")
+
+    def _failure(self, failed: Failed, task: Task) -> StageFailed:
+        error = StageFailed(
+            f"stage {self._name!r}, sample {task.place.number}: {failed.message}\n\nIn the worker:\n{failed.trace}",
+            stage=self._name,
+            number=task.number,
+        )
+        if failed.error:
+            error.__cause__ = contents.loaded(failed.error)
+        return error
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._workshop.workers.pop(self._process, None)
+
+
+def _made(done: Done, block: _C.SharedBlock | None, sizes: Sequence[int]) -> Made:
+    if block is None:
+        return Made(contents.loaded(done.data), done.seconds, len(done.data))
+    memory = memoryview(block)  # type: ignore[arg-type]  # typing knows buffers of C++ from Python 3.12 on
+    begins = contents.offsets(sizes)[0]
+    buffers = [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+    return Made(contents.loaded(done.data, buffers), done.seconds, len(done.data) + memory.nbytes)
