@@ -72,7 +72,8 @@ class Loader:
             self._epoch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration is: behind the last item given. It holds tensors, numbers, texts, lists and mappings."""
+        """Where the iteration is: behind the last item given. It holds what JSON holds, if the keys of
+        samples and the states of sources do."""
         if self._last is not None:
             return self._last
         return {"format": _FORMAT, "root": None if self._epoch is None else self._epoch.state()}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,7 +177,7 @@ def test_a_state_of_any_batch_goes_on_with_the_next_one(taken: int, window: int)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "generator", "sampler", "batch sampler", "single"])
-def test_processes_go_on_at_every_batch_of_an_epoch(order: str, tmp_path: Path) -> None:
+def test_processes_go_on_at_every_batch_of_an_epoch(order: str) -> None:
     def make() -> data.Loader:
         return data.from_dataset(functions.Drawn(SAMPLES), num_workers=2, **orders()[order]())
 
@@ -189,9 +189,7 @@ def test_processes_go_on_at_every_batch_of_an_epoch(order: str, tmp_path: Path) 
         for batch in loader:
             whole.append(digest(batch))
             states.append(loader.state_dict())
-    file = tmp_path / "states.pt"
-    torch.save(states, file)
-    saved = torch.load(file, weights_only=True)
+    saved = json.loads(json.dumps(states))
     torch.manual_seed(1)  # a state brings its own seeds
     with make() as loader:
         for taken in range(1, len(whole)):

@@ -75,15 +75,13 @@ class Keys(BaseNode[Batch]):
 
     def _draw(self) -> None:
         if self._sampler is not None:
-            keys = list(self._sampler)
-            whole = all(type(key) is int for key in keys)
-            self._saved = torch.tensor(keys, dtype=torch.int64) if whole else keys
+            self._saved = list(self._sampler)
         elif not self._shuffled:
             self._saved = None
         elif self._generator is None:
             self._saved = draw_seed(None)
         else:
-            self._saved = _permutation(self._samples, self._generator)
+            self._saved = _permutation(self._samples, self._generator).tolist()
         self._order = self._made(self._saved)
 
     def _made(self, saved: Any) -> Any:
