@@ -400,7 +400,7 @@ class SampleTooLarge(HydraError, MemoryError):
 
 
 class StageFailed(HydraError, RuntimeError):
-    """The function of a stage has raised, or its workers have died of one sample.
+    """The function of a stage has raised.
 
     The error of the function is its ``__cause__``, if it can be sent from one process to another.
 
@@ -413,3 +413,7 @@ class StageFailed(HydraError, RuntimeError):
         super().__init__(message)
         self.stage = stage
         self.number = number
+
+
+class WorkersDied(StageFailed):
+    """Several workers of a stage have died of one sample."""

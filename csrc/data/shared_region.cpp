@@ -114,7 +114,11 @@ void SharedRegion::release(Bytes offset) {
     free_.erase(behind);
   }
   auto before = free_.lower_bound(begin);
-  if (before != free_.begin() && (--before)->first + before->second == begin) {
+  const bool is_first = before == free_.begin();
+  if (!is_first) {
+    --before;
+  }
+  if (!is_first && before->first + before->second == begin) {
     before->second += size;
   } else {
     free_.emplace(begin, size);

@@ -69,7 +69,7 @@ def from_dataset(
     source = _source(dataset, size, keys, shuffle, generator, drop_last)
     stage = partial(Map, name="fetch", method=method, on_error=on_error)
     fetch = stage(source, function, workers=num_workers, per_worker=prefetch_factor)
-    return Loader(fetch, memory=memory, length=source.__len__ if isinstance(source, Keys) else None)
+    return Loader(fetch, memory=memory, length=source.__len__)
 
 
 def _source(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from hydra_ext.data.report import LoaderReport, StageReport
-from hydra_ext.data.stages.ahead import Ahead
+from hydra_ext.data.stages.ahead import Ahead, below
 from hydra_ext.data.stages.map import Map
 from hydra_ext.data.workers.processes import Workshop
 from hydra_ext.errors import InvalidArgument, StateError
@@ -76,6 +77,8 @@ class Loader:
         samples and the states of sources do."""
         if self._last is not None:
             return self._last
+        if self._is_closed:
+            raise StateError("this loader has been closed, and its source could give no state then")
         return {"format": _FORMAT, "root": None if self._epoch is None else self._epoch.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,6 +106,8 @@ class Loader:
         """Ends the workers. Items that were given stay."""
         if self._is_closed:
             return
+        with suppress(Exception):  # state_dict() then says that there is none
+            self._last = self.state_dict()
         self._is_closed = True
         self._end()
         self._workshop.close()
@@ -123,7 +128,12 @@ class _Epoch(Iterator[Any]):
         self._root: BaseNode[Any] | None = root
         saved = None if state is None else state["root"]
         self._may_be_over = saved is not None  # the state may be that of an epoch's end
-        root.reset(saved)
+        try:
+            root.reset(saved)
+        except (KeyError, TypeError, IndexError) as error:
+            if saved is None:
+                raise
+            raise InvalidArgument(f"this state is of another pipeline: {type(error).__name__}: {error}") from error
 
     def __next__(self) -> Any:
         root = self._node()
@@ -134,7 +144,8 @@ class _Epoch(Iterator[Any]):
                 raise
             root.reset(None)
             item = next(root)
-        self._may_be_over = False
+        finally:
+            self._may_be_over = False
         return item
 
     def state(self) -> dict[str, Any]:
@@ -154,8 +165,8 @@ class _Epoch(Iterator[Any]):
 
 def _found(node: BaseNode[Any]) -> list[Ahead[Any]]:
     """The nodes of a pipeline that take items ahead, in the order of the data."""
-    below = [each for value in vars(node).values() if isinstance(value, BaseNode) for each in _found(value)]
-    return [*below, node] if isinstance(node, Ahead) else below
+    found = [each for source in below(node) for each in _found(source)]
+    return [*found, node] if isinstance(node, Ahead) else found
 
 
 def _report(node: Ahead[Any]) -> StageReport:

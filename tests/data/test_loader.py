@@ -8,15 +8,16 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
-from torchdata.nodes import IterableWrapper
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, WeightedRandomSampler
+from torchdata.nodes import IterableWrapper, MultiNodeWeightedSampler
 
 from hydra_ext import data
-from hydra_ext.errors import InvalidArgument, StateError
+from hydra_ext.errors import InvalidArgument, StageFailed, StateError
 from support.data import functions
 from support.data.batches import digest
 
@@ -75,7 +76,7 @@ def test_an_iterable_dataset_is_iterated() -> None:
     expected = [batch.tolist() for batch in DataLoader(functions.Stream(10), batch_size=4)]
     with data.from_dataset(functions.Stream(10), 4, num_workers=2) as loader:
         assert [batch.tolist() for batch in loader] == expected == [batch.tolist() for batch in loader]
-        with pytest.raises(TypeError, match="not known"):
+        with pytest.raises(TypeError, match="no len"):
             len(loader)
 
 
@@ -209,6 +210,119 @@ def test_a_state_is_that_of_the_batch_last_given_however_many_wait() -> None:
         assert [int(batch["array"][0, 0]) for batch in loader] == list(range(3, 12))
 
 
+def test_a_state_before_an_item_that_fails_goes_on_to_the_epochs_end() -> None:
+    def make() -> data.Loader:
+        return data.Loader(data.Map(IterableWrapper(range(4)), functions.raises, method="thread", name="raises"))
+
+    with make() as loader:
+        iterator = iter(loader)
+        assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+        state = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        with pytest.raises(StageFailed, match="sample 3"):
+            next(iterator)
+        assert list(iterator) == []
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["batch", "shuffle"])
+def test_items_before_one_that_fails_are_not_lost(kind: str) -> None:
+    def make() -> data.Loader:
+        node: Any = data.Map(IterableWrapper(range(13)), functions.raises, method="thread", name="raises")
+        node = data.Batch(node, 4) if kind == "batch" else data.Shuffle(node, 6, seed=1)
+        return data.Loader(data.Prefetch(node, depth=2))
+
+    def outcomes(iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                yield next(iterator)
+            except StageFailed as error:
+                yield f"failed {error.number}"
+            except StopIteration:
+                return
+
+    with make() as loader:
+        states, whole = [], []
+        for each in outcomes(iter(loader)):
+            whole.append(each)
+            states.append(loader.state_dict())
+    made = [each for each in whole if not isinstance(each, str)]
+    items = sorted(itertools.chain(*made)) if kind == "batch" else sorted(made)
+    assert items == [item for item in range(13) if item % 5 < 3]
+    assert len(whole) - len(made) == 4
+    with make() as loader:
+        for taken, state in enumerate(states[:-1], 1):
+            loader.load_state_dict(state)
+            assert list(outcomes(iter(loader))) == whole[taken:]
+
+
+def test_a_closed_loader_still_has_its_state() -> None:
+    with data.from_dataset(functions.Rows(6), 2, method="thread") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    assert loader.state_dict() == state
+
+
+def test_keys_of_numpy_are_numbers_in_a_state() -> None:
+    with data.from_dataset(functions.Rows(8), 2, sampler=numpy.arange(8), method="thread") as loader:
+        next(iter(loader))
+        state = json.loads(json.dumps(loader.state_dict()))
+    assert state["root"]["source"]["order"] == list(range(8))
+
+
+# ---- random numbers -------------------------------------------------------------------------------------------------
+
+
+def test_collating_draws_by_the_epochs_seed() -> None:
+    found = []
+    for seed in (1, 1, 2):
+        for dataset in (functions.Stream(4), range(4)):
+            torch.manual_seed(seed)
+            with data.from_dataset(dataset, 2, collate_fn=functions.with_noise) as loader:
+                found.append(epoch(loader))
+    assert found[:2] == found[2:4]
+    assert not {*found[0], *found[1]} & {*found[4], *found[5]}
+
+
+def test_stages_draw_numbers_of_their_own() -> None:
+    node: Any = data.Map(IterableWrapper(range(3)), functions.with_noise, name="first")
+    with data.Loader(data.Map(node, functions.with_noise, name="second")) as loader:
+        for item in loader:
+            assert not torch.equal(item["noise"], item["sample"]["noise"])
+
+
+def test_samples_of_a_subset_draw_by_their_key() -> None:
+    found = []
+    for size in (1, 3):
+        torch.manual_seed(5)
+        subset = Subset(functions.Drawn(10), [1, 4, 5])
+        with data.from_dataset(subset, size, collate_fn=functions.same) as loader:
+            found.append([digest(sample) for batch in loader for sample in batch])
+    assert found[0] == found[1]
+
+
+def test_what_a_dataset_makes_of_a_batch_is_collated_as_it_is() -> None:
+    with data.from_dataset(functions.Columns(4), 2, collate_fn=functions.same) as loader:
+        assert [batch["x"].tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_a_batch_sampler_may_use_one_list_again() -> None:
+    class Again:
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[list[int]]:
+            batch: list[int] = []
+            for keys in ([0, 1], [2, 3]):
+                batch[:] = keys
+                yield batch
+
+    with data.from_dataset(functions.Rows(4), batch_sampler=Again(), method="thread") as loader:
+        assert [batch["array"][:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
 # ---- wrong use ------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +364,31 @@ def test_an_iterable_dataset_has_its_own_order() -> None:
 def test_a_state_of_something_else_is_refused() -> None:
     with data.from_dataset(functions.Rows(3), method="thread") as loader, pytest.raises(InvalidArgument, match="'foo'"):
         loader.load_state_dict({"foo": 1})
+
+
+def test_a_state_of_another_loader_is_refused() -> None:
+    with data.from_dataset(functions.Rows(9), 3, method="thread") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with data.from_dataset(functions.Rows(9), 4, method="thread") as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(InvalidArgument, match=r"were \[9, 3, False\], and are \[9, 4, False\]"):
+            iter(loader)
+    with data.Loader(data.Prefetch(IterableWrapper(range(3)), depth=1)) as other:
+        other.load_state_dict(state)
+        with pytest.raises(InvalidArgument, match="state is of another pipeline"):
+            iter(other)
+
+
+def test_nodes_below_a_sampler_of_several_are_found() -> None:
+    maps: dict[str, Any] = {
+        name: data.Map(IterableWrapper(range(5)), functions.same, method="thread", name=name) for name in ("one", "two")
+    }
+    node: Any = MultiNodeWeightedSampler(maps, {"one": 1.0, "two": 1.0}, seed=1)
+    with data.Loader(node) as loader:
+        assert set(loader.stages) == {"one", "two"}
+        next(iter(loader))
+    assert all(each.worker_figures() is None for each in maps.values())
 
 
 def test_stages_have_names_of_their_own() -> None:

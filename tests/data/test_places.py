@@ -108,6 +108,14 @@ def test_large_memory_lies_beside_the_rest_and_is_not_copied() -> None:
     assert bytes(buffers[0][:4]) == numpy.float32(7).tobytes()
 
 
+def test_tensors_lie_as_they_lay() -> None:
+    value = torch.zeros(2, 3, 32, 32).to(memory_format=torch.channels_last)
+    found = contents.loaded(contents.whole([value, value.transpose(1, 2)]))
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    assert found[1].stride() == value.transpose(1, 2).stride()
+    assert len(contents.whole(torch.zeros(1).expand(5000, 1000))) < 2000
+
+
 def test_tensors_that_are_more_than_their_memory_keep_it() -> None:
     leaf = torch.ones(2000, requires_grad=True)
     found = contents.loaded(contents.whole([leaf, torch.ones(3).to_sparse(), torch.nn.Parameter(torch.ones(3))]))

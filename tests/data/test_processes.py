@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ import torch
 from torchdata.nodes import IterableWrapper
 
 from hydra_ext import data
+from hydra_ext.data.stages import ahead
 from hydra_ext.data.workers.processes import Workshop
-from hydra_ext.errors import InvalidStage, SampleTooLarge, StageFailed
+from hydra_ext.errors import InvalidStage, SampleTooLarge, StageFailed, StateError, WorkersDied
 from support.data import functions
 from support.data.batches import digest
 
@@ -63,10 +65,17 @@ def test_a_sample_that_kills_every_worker_is_named(tmp_path: Path) -> None:
     with mapped(range(4), functions.Kills(tmp_path, {2}, 9), workers=2) as loader:
         iterator = iter(loader)
         assert [int(next(iterator)["array"][0]) for _ in range(2)] == [0, 1]
-        with pytest.raises(StageFailed, match=r"stage 'rows', sample 2: 3 workers have died of it") as caught:
+        with pytest.raises(WorkersDied, match=r"stage 'rows', sample 2: 3 workers have died of it") as caught:
             next(iterator)
         assert (caught.value.stage, caught.value.number) == ("rows", 2)
         assert int(next(iterator)["array"][0]) == 3
+
+
+def test_what_a_function_changes_is_new_again_when_it_is_tried_again(tmp_path: Path) -> None:
+    node: Any = data.Map(IterableWrapper(range(6)), functions.rows, name="rows")
+    with data.Loader(data.Map(node, functions.DoublesInPlace(tmp_path), name="doubles")) as loader:
+        assert [float(item["tensor"][0, 0]) for item in loader] == [0, 2, 4, 6, 8, 10]
+        assert loader.report().deaths == 1
 
 
 def test_workers_outlive_the_process_that_they_are_forked_from() -> None:
@@ -261,6 +270,101 @@ def test_items_whose_function_raises_can_be_skipped(method: Any) -> None:
 def test_a_function_that_no_worker_can_have_is_told(function: Any, said: str) -> None:
     with mapped(range(3), function) as loader, pytest.raises(InvalidStage, match=said):
         next(iter(loader))
+
+
+def test_what_is_no_error_of_the_function_is_not_skipped(tmp_path: Path) -> None:
+    for function, error in (
+        (functions.BreaksWhenLoaded(), InvalidStage),
+        (functions.Kills(tmp_path, {1}, 9), WorkersDied),
+        (functions.large, SampleTooLarge),
+    ):
+        items = [1] if function is not functions.large else [2**21]
+        with mapped(items, function, on_error="skip", memory="1MiB") as loader, pytest.raises(error):
+            next(iter(loader))
+
+
+def test_an_item_that_cannot_travel_is_told() -> None:
+    with mapped([lambda: 1], functions.same) as loader, pytest.raises(InvalidStage, match="its item cannot be sent"):
+        next(iter(loader))
+
+
+SPAWNS = """
+import torch.multiprocessing
+from torchdata.nodes import IterableWrapper
+from hydra_ext import data
+def double(item):
+    return 2 * item
+def train(rank):
+    with data.Loader(data.Map(IterableWrapper(range(3)), double, name="rows")) as loader:
+        print(*loader)
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=1)
+"""
+
+
+def test_a_spawned_training_may_have_functions_of_the_program(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.stderr) == ("0 2 4\n", "")
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_gives_nothing_does_not_keep_a_loader_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_PATIENCE", 0.01)
+    go_on = threading.Event()
+
+    class Blocked:
+        def __iter__(self) -> Any:
+            yield 0
+            go_on.wait()
+
+    loader = mapped(Blocked(), functions.same, method="thread")
+    assert next(iter(loader)) == 0
+    loader.close()
+    assert not go_on.is_set()
+    go_on.set()
+
+
+def test_a_loader_closes_while_a_child_of_a_worker_lives_on() -> None:
+    with mapped(range(2), functions.leaves_a_child) as loader:
+        assert list(loader) == [0, 1]
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 15
+
+
+def test_a_loader_that_is_dropped_behind_an_error_ends() -> None:
+    loader = mapped(range(9), functions.raises, workers=2)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    with pytest.raises(StageFailed):
+        next(iterator)
+    processes = processes_of(loader)
+    del loader, iterator
+    gc.collect()
+    wait_until(lambda: not any(map(alive, processes)))
+
+
+def test_a_loader_that_another_thread_closes_tells_so() -> None:
+    go_on = threading.Event()
+
+    class Blocked:
+        def __iter__(self) -> Any:
+            go_on.wait()
+            yield 0
+
+    loader = mapped(Blocked(), functions.same, method="thread")
+    iterator = iter(loader)
+    closer = threading.Timer(0.05, lambda: (loader.close(), None)[1])
+    closer.start()
+    with pytest.raises(StateError, match=r"was stopped|has ended"):
+        next(iterator)
+    go_on.set()
+    closer.join()
 
 
 OWN_FUNCTION = """

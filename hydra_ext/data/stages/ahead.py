@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from hydra_ext.data.workers.pool import Made, Outcome, Raised
-from hydra_ext.errors import InvalidArgument, StateError
+from hydra_ext.errors import InvalidArgument, StageFailed, StateError
 
 _Item = TypeVar("_Item", covariant=True)
 
 _STOPPED = "this node was stopped: reset() lets it begin anew"
+_PATIENCE = 5.0  # seconds
 _SNAPSHOTS = 16  # items from one state of the source to the next: a node that resumes takes those in between again
 
 
@@ -110,15 +113,20 @@ class Flow:
             if isinstance(outcome, _Ended):
                 raise StopIteration
             if isinstance(outcome, _Broken):
-                raise outcome.error
+                raise outcome.error.with_traceback(None)
             del self._outcomes[self._given]
             self._given += 1
             while len(self._snapshots) > 1 and self._snapshots[1][0] <= self._given:
                 self._snapshots.popleft()
             self._changed.notify_all()
-        if isinstance(outcome, Raised):
-            raise outcome.error
-        return outcome.value
+        if not isinstance(outcome, Raised):
+            return outcome.value
+        error = outcome.error
+        del outcome
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame: together they would keep the node
 
     def state(self) -> dict[str, Any]:
         """From which a node goes on with the item behind the last one given."""
@@ -155,11 +163,12 @@ class Flow:
     def ask_to_stop(self) -> None:
         with self._changed:
             self._is_stopped = True
-            self._outcomes.setdefault(self._given, _Ended())  # the consumer may wait, in another thread
+            # The consumer may wait, in another thread.
+            self._outcomes.setdefault(self._given, _Broken(StateError(_STOPPED)))
             self._changed.notify_all()
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout: float | None) -> None:
+        self._thread.join(timeout)
 
     # ---- items ------------------------------------------------------------------------------------------------------
 
@@ -173,15 +182,23 @@ class Flow:
         number = first = self.start.given - self.start.skip
         try:
             while self._has_room(number):
-                if number == first or number % _SNAPSHOTS == 0:
+                if number == first:
                     self._note(number)
+                elif number % _SNAPSHOTS == 0:
+                    with suppress(StateError):  # behind an error there may be none: the one before serves on
+                        self._note(number)
                 begun = time.perf_counter()
-                item = next(self._source)
+                try:
+                    item = next(self._source)
+                except StageFailed as error:  # of one item: those behind it come
+                    if number >= self.start.given:
+                        self.finish(number, Raised(error))
+                else:
+                    if number >= self.start.given:
+                        self._submit(self, number, item)
+                    del item
                 self._source_seconds += time.perf_counter() - begun
-                if number >= self.start.given:
-                    self._submit(self, number, item)
                 number += 1
-                del item
         except StopIteration:
             self.finish(number, _Ended())
         except BaseException as error:  # noqa: BLE001 - raised where the item is taken
@@ -195,7 +212,7 @@ class Flow:
             return not self._is_stopped
 
     def _note(self, number: int) -> None:
-        state = self._source.state_dict()
+        state = copy.deepcopy(self._source.state_dict())  # a source may go on with its own
         with self._changed:
             self._snapshots.append((number, state))
             self._changed.notify_all()
@@ -248,7 +265,7 @@ class Ahead(BaseNode[_Item]):
             start = Start(flow=self._flows, epoch=self._epoch, given=given, skip=skip)
             self.source.reset(dict(initial_state["source"]))
         self._flow = Flow(self.source, start, self._submit(), depth=self._depth)
-        self._finalizer = weakref.finalize(self, _stop, self.source, self._flow)
+        self._finalizer = weakref.finalize(self, _ask_to_stop, self.source, self._flow)
 
     def next(self) -> Any:
         return self._running().next()
@@ -262,14 +279,26 @@ class Ahead(BaseNode[_Item]):
         return self._flow
 
     def stop(self) -> None:
-        """Takes no more items. The next reset begins anew."""
-        if self._flow is not None:
-            self._finalizer()
-            self._flow = None
+        """Takes no more items, and waits until the source is not in use. The next reset begins anew."""
+        self._end(None)
 
     def close(self) -> None:
-        """As :meth:`stop`, and ends workers."""
-        self.stop()
+        """As :meth:`stop`, and ends workers. A source that gives nothing is left after some seconds."""
+        self._end(_PATIENCE)
+
+    def _end(self, timeout: float | None) -> None:
+        if self._flow is not None:
+            flow, self._flow = self._flow, None
+            self._finalizer.detach()
+            _ask_to_stop(self.source, flow)
+            for node in _nearest(self.source):
+                node._end(timeout)
+            flow.join(timeout)
+
+    def ask_to_stop(self) -> None:
+        """As :meth:`stop`, and waits for nothing."""
+        if self._flow is not None:
+            _ask_to_stop(self.source, self._flow)
 
     def item_figures(self) -> ItemFigures | None:
         """None before the first item was asked for."""
@@ -285,16 +314,22 @@ def expect_positive(name: str, value: object) -> None:
         raise InvalidArgument(f"{name}={value!r}: give a whole number from 1 on")
 
 
-def _stop(source: BaseNode[Any], flow: Flow) -> None:
-    """Stops a flow, which may wait for the nodes below: these first."""
+def _ask_to_stop(source: BaseNode[Any], flow: Flow) -> None:
+    """Called wherever the collector runs, at times under a lock of a pool or a flow: so it waits for no thread."""
     flow.ask_to_stop()
-    for node in _nearest(source):
-        node.stop()
-    flow.join()
+    for node in _nearest(source):  # for which the flow may wait
+        node.ask_to_stop()
+
+
+def below(node: BaseNode[Any]) -> list[BaseNode[Any]]:
+    """The nodes that a node has: as they are, or in mappings and lists."""
+    found: list[BaseNode[Any]] = []
+    for value in vars(node).values():
+        held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        found += [each for each in held if isinstance(each, BaseNode)]
+    return found
 
 
 def _nearest(node: BaseNode[Any]) -> list[Ahead[Any]]:
     """The nodes at or below a node that take items ahead, up to the first one on each way."""
-    if isinstance(node, Ahead):
-        return [node]
-    return [each for below in vars(node).values() if isinstance(below, BaseNode) for each in _nearest(below)]
+    return [node] if isinstance(node, Ahead) else [each for source in below(node) for each in _nearest(source)]

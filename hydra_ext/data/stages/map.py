@@ -10,11 +10,11 @@ from typing import Any, Literal
 from torchdata.nodes import BaseNode
 
 from hydra_ext.data.places import Place
-from hydra_ext.data.stages.ahead import Ahead, Flow, expect_positive
+from hydra_ext.data.stages.ahead import Ahead, Flow, below, expect_positive
 from hydra_ext.data.workers.pool import Made, Outcome, Pool, Raised, Task, WorkerFigures
 from hydra_ext.data.workers.processes import ProcessWorker, Workshop
 from hydra_ext.data.workers.threads import ThreadWorker
-from hydra_ext.errors import InvalidArgument
+from hydra_ext.errors import InvalidArgument, StageFailed
 
 Method = Literal["process", "thread"]
 OnError = Literal["raise", "skip"]
@@ -42,7 +42,7 @@ class _Results:
         flow = None if self._flow is None else self._flow()
         if flow is None or flow.start.flow != task.flow:
             return
-        if isinstance(outcome, Raised) and self._skips and isinstance(outcome.error, Exception):
+        if isinstance(outcome, Raised) and self._skips and type(outcome.error) is StageFailed:  # of the function
             self.skipped += 1
             outcome = Made(Skipped(), 0.0)
         flow.finish(task.number, outcome)
@@ -51,9 +51,10 @@ class _Results:
 class Map(Ahead[Any]):
     """Calls a function with each item. Results come in the source's order, whatever the number of workers.
 
-    In processes all random numbers of an item follow from ``seed``, the epoch and the item's number: the generators of
-    torch, Python and numpy are seeded before each call. Threads of one process share these, so functions in threads
-    draw from :func:`hydra_ext.data.generator` or :func:`hydra_ext.data.numpy_generator`.
+    In processes all random numbers of an item follow from ``seed``, the stage's place in the pipeline, the epoch and
+    the item's number: the generators of torch, Python and numpy are seeded before each call. Threads of one process
+    share these, so functions in threads draw from :func:`hydra_ext.data.generator` or
+    :func:`hydra_ext.data.numpy_generator`.
 
     Results of processes lie in shared memory, without a copy, as long as they are used. It takes at most 1 GiB, or what
     the node's loader has.
@@ -132,27 +133,29 @@ class Map(Ahead[Any]):
             pass
         return item
 
-    def stop(self) -> None:
-        if self._pool is not None:
-            self._pool.drop()
-        super().stop()
-
     def close(self) -> None:
         """Ends the node's workers. The next reset begins with new ones."""
-        self.stop()
+        super().close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _end(self, timeout: float | None) -> None:
+        if self._pool is not None:
+            self._pool.drop()
+        super()._end(timeout)
 
     def _submit(self) -> Callable[[Flow, int, Any], None]:
         if self._pool is None:
             self._pool = Pool(self.name, self._maker(), self._results.tell, workers=self._workers)
             weakref.finalize(self, _leave, self._pool)
         pool, seed, results = self._pool, self._seed, self._results
+        level = _maps(self.source)  # stages of one pipeline draw numbers of their own
 
         def submit(flow: Flow, number: int, item: Any) -> None:
             results.begin(flow)
-            pool.put(Task(flow.start.flow, number, Place(seed, flow.start.epoch, number), item))
+            place = Place(seed, flow.start.epoch, f"{level}/{number}" if level else number)
+            pool.put(Task(flow.start.flow, number, place, item))
 
         return submit
 
@@ -165,6 +168,11 @@ class Map(Ahead[Any]):
         workshop = self._workshop
         stage = workshop.load(name, function)
         return lambda: ProcessWorker(workshop, name, stage)
+
+
+def _maps(node: BaseNode[Any]) -> int:
+    """Maps at or below a node."""
+    return isinstance(node, Map) + sum(map(_maps, below(node)))
 
 
 def _leave(pool: Pool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -11,6 +13,9 @@ from torchdata.nodes import BaseNode
 from hydra_ext.data.places import Place
 from hydra_ext.data.stages.ahead import Ahead, Flow, expect_positive
 from hydra_ext.data.workers.pool import Made
+from hydra_ext.errors import StageFailed, StateError
+
+_IN_THE_MIDDLE = "an item has failed in the middle of what a node puts together: take the next item, and the state then"
 
 
 class Prefetch(Ahead[Any]):
@@ -32,6 +37,8 @@ def _pass_on(flow: Flow, number: int, item: Any) -> None:
 class Batch(BaseNode[list[Any]]):
     """Lists of consecutive items.
 
+    An item that fails raises, and is in no list: the items before it are in the next one.
+
     Args:
         source: Any node.
         size: Items of a list.
@@ -47,23 +54,27 @@ class Batch(BaseNode[list[Any]]):
         self.source = source
         self._size = size
         self._drop_last = drop_last
+        self._items: list[Any] = []  # of a list that is not full yet, as an item has failed
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         super().reset(dict(initial_state) if initial_state is not None else None)
+        self._items = []
         self.source.reset(None if initial_state is None else initial_state["source"])
 
     def next(self) -> list[Any]:
-        items: list[Any] = []
-        while len(items) < self._size:
-            try:
-                items.append(next(self.source))
-            except StopIteration:
-                break
+        _fill(self._items, self.source, self._size)
+        items, self._items = self._items, []
         if not items or (self._drop_last and len(items) < self._size):
             raise StopIteration
         return items
 
     def get_state(self) -> dict[str, Any]:
+        """
+        Raises:
+            StateError: An item has failed in the middle of a list.
+        """
+        if self._items:
+            raise StateError(_IN_THE_MIDDLE)
         return {"source": self.source.state_dict()}
 
 
@@ -71,6 +82,7 @@ class Shuffle(BaseNode[Any]):
     """Items in a random order, within windows of so many consecutive items.
 
     The order follows from the seed, the epoch and the window. A node that resumes takes the items of its window again.
+    An item that fails raises, and is in no window.
 
     Args:
         source: Any node.
@@ -91,11 +103,12 @@ class Shuffle(BaseNode[Any]):
         self._windows = 0
         self._items: list[Any] = []
         self._given = 0
+        self._is_filling = False
         self._state: dict[str, Any] = {}  # of the source, before the window
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         super().reset(dict(initial_state) if initial_state is not None else None)
-        self._items, self._given = [], 0
+        self._items, self._given, self._is_filling = [], 0, False
         if initial_state is None:
             self._epoch, self._windows = self._epoch + 1, 0
             self.source.reset(None)
@@ -106,29 +119,45 @@ class Shuffle(BaseNode[Any]):
         self.source.reset(self._state)
         given = int(initial_state["given"])
         if given:
-            self._fill()
+            self._is_filling = True
+            while self._is_filling:
+                with suppress(StageFailed):  # it was raised before
+                    self._fill()
             self._given = given
 
     def next(self) -> Any:
-        if self._given == len(self._items):
+        if self._given == len(self._items) and not self._is_filling:
             if self._items:
                 self._windows += 1
-            self._items, self._given = [], 0
-            self._state = self.source.state_dict()
+            self._items, self._given, self._is_filling = [], 0, True
+            self._state = copy.deepcopy(self.source.state_dict())
+        if self._is_filling:
             self._fill()
-            if not self._items:
-                raise StopIteration
+        if not self._items:
+            raise StopIteration
         self._given += 1
         item, self._items[self._given - 1] = self._items[self._given - 1], None  # it is the consumer's now
         return item
 
     def _fill(self) -> None:
-        try:
-            while len(self._items) < self._window:
-                self._items.append(next(self.source))
-        except StopIteration:
-            pass
+        _fill(self._items, self.source, self._window)
+        self._is_filling = False
         random.Random(Place(self._seed, self._epoch, self._windows).derived()).shuffle(self._items)
 
     def get_state(self) -> dict[str, Any]:
+        """
+        Raises:
+            StateError: An item has failed in the middle of a window.
+        """
+        if self._is_filling:
+            raise StateError(_IN_THE_MIDDLE)
         return {"source": self._state, "epoch": self._epoch, "window": self._windows, "given": self._given}
+
+
+def _fill(items: list[Any], source: BaseNode[Any], size: int) -> None:
+    """Appends items until there are so many, or no more come."""
+    while len(items) < size:
+        try:
+            items.append(next(source))
+        except StopIteration:
+            return

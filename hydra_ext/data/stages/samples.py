@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, Subset
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from hydra_ext.data import places
 from hydra_ext.data.places import Place
+from hydra_ext.errors import InvalidArgument
 
 Batch = tuple[int, Any]  # the epoch's seed, and the keys of a batch, or one key
 
@@ -69,13 +71,19 @@ class Keys(BaseNode[Batch]):
             self._next = 0
             self._draw()
         else:
+            shape = self._shape()
+            if initial_state["shape"] != shape:
+                raise InvalidArgument(
+                    "the state is of another loader: samples, batch size and drop_last were "
+                    f"{initial_state['shape']}, and are {shape}"
+                )
             self._seed, self._next = int(initial_state["seed"]), int(initial_state["next"])
             self._saved = initial_state["order"]
             self._order = self._made(self._saved)
 
     def _draw(self) -> None:
         if self._sampler is not None:
-            self._saved = list(self._sampler)
+            self._saved = [_plain(key) for key in self._sampler]
         elif not self._shuffled:
             self._saved = None
         elif self._generator is None:
@@ -100,7 +108,17 @@ class Keys(BaseNode[Batch]):
         return self._seed, keys if self._batch is not None else keys[0]
 
     def get_state(self) -> dict[str, Any]:
-        return {"seed": self._seed, "next": self._next, "order": self._saved}
+        return {"seed": self._seed, "next": self._next, "order": self._saved, "shape": self._shape()}
+
+    def _shape(self) -> list[Any]:
+        return [self._samples, self._batch, self._drop_last]
+
+
+def _plain(key: Any) -> Any:
+    """A key as JSON has it: of a batch sampler, which may use one list again, a list of them."""
+    if isinstance(key, list | tuple):
+        return [_plain(each) for each in key] if isinstance(key, list) else key
+    return int(key) if isinstance(key, numpy.integer) else key
 
 
 def _permutation(samples: int, generator: torch.Generator) -> torch.Tensor:
@@ -119,11 +137,19 @@ class Samples(BaseNode[tuple[int, int, Any]]):
     ) -> None:
         super().__init__()
         self.source: BaseNode[Any] = IterableWrapper(samples)
+        self._iterable = samples
         self._batch = batch
         self._generator = generator
         self._drop_last = drop_last
         self._seed = 0
         self._next = 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch, if the iterable has a length."""
+        samples = len(self._iterable)  # type: ignore[arg-type]
+        if self._batch is None:
+            return samples
+        return samples // self._batch if self._drop_last else -(-samples // self._batch)
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         super().reset(dict(initial_state) if initial_state is not None else None)
@@ -183,14 +209,18 @@ class Fetch:
 
     def __call__(self, item: Batch) -> Any:
         seed, keys = item
-        if not self._batched:
-            return self._collate(self._sample(seed, keys))
-        many = getattr(self._dataset, "__getitems__", None)
-        if many is None:
-            return self._collate([self._sample(seed, key) for key in keys])
+        samples = self._samples(seed, keys) if self._batched else self._sample(seed, keys)
+        with places.at(_place(seed, keys, "collate "), seeded=self._seeded):
+            return self._collate(samples)
+
+    def _samples(self, seed: int, keys: Sequence[Any]) -> Any:
+        if not _makes_batches(self._dataset):
+            return [self._sample(seed, key) for key in keys]
         with places.at(_place(seed, keys), seeded=self._seeded):
-            samples = many(keys)
-        return self._collate([self._mapped(seed, key, each) for key, each in zip(keys, samples, strict=True)])
+            samples = self._dataset.__getitems__(keys)
+        if self._function is None:
+            return samples
+        return [self._mapped(seed, key, each) for key, each in zip(keys, samples, strict=True)]
 
     def _sample(self, seed: int, key: Any) -> Any:
         with places.at(_place(seed, key), seeded=self._seeded):
@@ -217,11 +247,12 @@ class Collate:
 
     def __call__(self, item: tuple[int, int, Any]) -> Any:
         seed, first, samples = item
-        if self._function is None:
+        if self._function is not None and self._batched:
+            samples = [self._mapped(seed, first + i, sample) for i, sample in enumerate(samples)]
+        elif self._function is not None:
+            samples = self._mapped(seed, first, samples)
+        with places.at(_place(seed, first, "collate "), seeded=self._seeded):
             return self._collate(samples)
-        if not self._batched:
-            return self._collate(self._mapped(seed, first, samples))
-        return self._collate([self._mapped(seed, first + i, sample) for i, sample in enumerate(samples)])
 
     def _mapped(self, seed: int, number: int, sample: Any) -> Any:
         if self._function is None:
@@ -230,5 +261,24 @@ class Collate:
             return self._function(sample)
 
 
-def _place(seed: int, key: Any) -> Place:
-    return Place(seed, 0, key if type(key) is int else repr(key))
+def _makes_batches(dataset: Any) -> bool:
+    """Whether a dataset makes samples of several keys at once. A subset makes them as its dataset does."""
+    if type(dataset) is Subset:
+        return _makes_batches(dataset.dataset)
+    return bool(getattr(dataset, "__getitems__", None))
+
+
+def _place(seed: int, key: Any, kind: str = "") -> Place:
+    """The place of a sample, or of what is done with samples.
+
+    Raises:
+        InvalidArgument: The key's text tells where it lies, and not which one it is.
+    """
+    if not kind and type(key) is int:
+        return Place(seed, 0, key)
+    text = repr(key)
+    if " at 0x" in text:
+        raise InvalidArgument(
+            f"a sampler gives {text}: random numbers follow from a key's repr, so give it one of its own"
+        )
+    return Place(seed, 0, kind + text)

@@ -21,13 +21,18 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized or not value.numel():
             return NotImplemented
+        if value.untyped_storage().nbytes() < value.numel() * value.element_size():  # expanded
+            return NotImplemented
+        order = sorted(range(value.dim()), key=value.stride, reverse=True)  # as the elements lie, of channels_last, too
+        inverse = [order.index(dimension) for dimension in range(value.dim())]
+        lying = value.permute(order).contiguous()
         # One element counts as contiguous whatever its stride is, and a view as bytes asks for a stride of 1.
-        flat = value.contiguous().as_strided((value.numel(),), (1,)).view(torch.uint8)
-        return _tensor, (pickle.PickleBuffer(flat.numpy().data), value.dtype, tuple(value.shape))
+        flat = lying.as_strided((lying.numel(),), (1,)).view(torch.uint8)
+        return _tensor, (pickle.PickleBuffer(flat.numpy().data), value.dtype, tuple(lying.shape), inverse)
 
 
-def _tensor(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape)
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list[int]) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape).permute(order)
 
 
 def whole(value: Any) -> bytes:

@@ -155,8 +155,8 @@ class Pool:
         """Starts the workers that are wanted. Called under the lock."""
         while len(self._threads) < self._wanted and self._tasks:
             thread = threading.Thread(target=self._main, name=f"hydra_ext {self._name}", daemon=True)
+            thread.start()  # it waits for the lock
             self._threads.add(thread)
-            thread.start()
 
     def _main(self) -> None:
         worker: Worker | None = None

@@ -21,10 +21,14 @@ from hydra_ext import _C
 from hydra_ext.data.workers import contents, server
 from hydra_ext.data.workers.pool import Made, Task
 from hydra_ext.data.workers.protocol import Ask, Done, Failed, Hello, Load, Prepare, Room, Start, Take
-from hydra_ext.errors import InvalidStage, SampleTooLarge, StageFailed, StateError
+from hydra_ext.errors import InvalidStage, SampleTooLarge, StageFailed, StateError, WorkersDied
 
-_MAIN = "from hydra_ext.data.workers import server; server.main()"
+_MAIN = (  # Ctrl-C is the training's, also while this imports
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "from hydra_ext.data.workers import server; server.main()"
+)
 _LIVES = 3  # workers that one sample may cost
+_STARTS = 20  # workers that may die one after the other before they take anything
 _LOOK = 0.002  # seconds between looks for room
 
 
@@ -65,12 +69,15 @@ class _Servers:
         self._lock = threading.Lock()
         self._functions: list[Load] = []
         self._server: _Server | None = None
+        self._connections = weakref.WeakSet[Connection]()  # of workers
         self._is_closed = False
 
     def load(self, function: bytes) -> int:
         """Returns the number of the stage."""
         with self._lock:
-            asked = Load(len(self._functions), function, needs_main=b"__main__" in function)
+            asked = Load(
+                len(self._functions), function, needs_main=b"__main__" in function or b"__mp_main__" in function
+            )
             self._functions.append(asked)
             if self._server is not None:
                 with suppress(OSError):  # one that has died is replaced when a worker is to start
@@ -82,7 +89,7 @@ class _Servers:
         with self._lock:
             try:
                 return self._start(stage)
-            except OSError:
+            except ConnectionError:  # it has died
                 self._end()
                 return self._start(stage)
 
@@ -97,7 +104,9 @@ class _Servers:
         with ours, theirs:
             self._server.connection.send(Start(stage))
             reduction.send_handle(self._server.connection, theirs.fileno(), self._server.process.pid)
-            return Connection(ours.detach())
+            connection = Connection(ours.detach())
+        self._connections.add(connection)
+        return connection
 
     def process(self) -> int | None:
         with self._lock:
@@ -112,6 +121,9 @@ class _Servers:
         with self._lock:
             self._is_closed = True
             self._end()
+            for connection in list(self._connections):
+                with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ended:
+                    ended.shutdown(socket.SHUT_RDWR)  # a child of a worker may have it, too, and live on
 
 
 class Workshop:
@@ -207,25 +219,37 @@ class ProcessWorker:
     def call(self, task: Task, is_oldest: Callable[[], bool]) -> Made:
         """
         Raises:
-            StageFailed: The function has raised, or several workers have died of this item.
+            StageFailed: The function has raised.
+            WorkersDied: Several workers have died of this item.
             SampleTooLarge: Its result will never have room.
-            InvalidStage: A worker cannot load the function.
+            InvalidStage: A worker cannot load the function, or the item cannot be sent to it.
         """
         for _ in range(_LIVES):
+            connection = self._started()
             try:
-                return self._call(self._started(), task, is_oldest)
-            except (EOFError, ConnectionError) as error:
-                cause = error
-                self._workshop.deaths += 1
-                self.close()
-        raise StageFailed(
-            f"stage {self._name!r}, sample {task.place.number}: {_LIVES} workers have died of it, perhaps ended by the "
+                return self._call(connection, task, is_oldest)
+            except (EOFError, ConnectionError):
+                self._died()
+        raise WorkersDied(
+            f"stage {self._name!r}, sample {task.number}: {_LIVES} workers have died of it, perhaps ended by the "
             "system for lack of memory",
             stage=self._name,
             number=task.number,
-        ) from cause
+        )
+
+    def _died(self) -> None:
+        self._workshop.deaths += 1
+        self.close()
 
     def _started(self) -> Connection:
+        for _ in range(_STARTS):
+            try:
+                return self._start()
+            except (EOFError, ConnectionError):
+                self._died()
+        raise InvalidStage(f"stage {self._name!r}: {_STARTS} workers, one after the other, have died before they began")
+
+    def _start(self) -> Connection:
         if self._connection is None:
             self._connection = self._workshop.start(self._stage)
             hello: Hello = self._connection.recv()
@@ -240,10 +264,7 @@ class ProcessWorker:
         return self._connection
 
     def _call(self, connection: Connection, task: Task, is_oldest: Callable[[], bool]) -> Made:
-        data, buffers = contents.dumped(task.item)
-        where = self._workshop.placed(buffers)
-        if where is None:
-            data, where = contents.whole(task.item), []
+        data, where = self._sent(task)
         connection.send(Take(task.place, data, where))
         answer: Ask | Done | Failed = connection.recv()
         block, sizes = None, list[int]()
@@ -262,9 +283,20 @@ class ProcessWorker:
             raise self._failure(answer, task)
         raise StateError(f"stage {self._name!r}: internal error: a worker answered with {type(answer).__name__}")
 
+    def _sent(self, task: Task) -> tuple[bytes, list[tuple[int, int]]]:
+        try:
+            data, buffers = contents.dumped(task.item)
+            where = self._workshop.placed(buffers)
+            return (contents.whole(task.item), []) if where is None else (data, where)
+        except Exception as error:
+            raise InvalidStage(
+                f"stage {self._name!r}, sample {task.number}: its item cannot be sent to workers: {error}: let the "
+                "stage before give something else, or take method='thread'"
+            ) from error
+
     def _failure(self, failed: Failed, task: Task) -> StageFailed:
         error = StageFailed(
-            f"stage {self._name!r}, sample {task.place.number}: {failed.message}\n\nIn the worker:\n{failed.trace}",
+            f"stage {self._name!r}, sample {task.number}: {failed.message}\n\nIn the worker:\n{failed.trace}",
             stage=self._name,
             number=task.number,
         )

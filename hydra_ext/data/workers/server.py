@@ -66,12 +66,14 @@ class Server:
                 self._start(asked)
 
     def _load(self, asked: Load) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # programs that it runs while it is loaded have their results
         if asked.needs_main and self._main:
             self._import_main()
         try:
             self._functions[asked.stage] = contents.loaded(asked.function)
         except BaseException:  # noqa: BLE001 - told by every worker of the stage
             self._broken[asked.stage] = self._main_error or traceback.format_exc()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         gc.collect()
         gc.freeze()  # the collector of a worker does not write to what is shared
 
@@ -114,9 +116,12 @@ def work(connection: Connection, region: memoryview, function: Any, broken: str)
     connection.send(Hello(os.getpid(), broken))
     while True:
         task: Take = connection.recv()
-        item = contents.loaded(task.item, [region[begin : begin + size] for begin, size in task.buffers])
         begun = time.perf_counter()
         try:
+            # Its own copy: what it keeps is not written over, and what it changes is new again when it is tried again.
+            own = [bytearray(region[begin : begin + size]) for begin, size in task.buffers]
+            item = contents.loaded(task.item, own)
+            del own
             with places.at(task.place, seeded=True):
                 made = function(item)
             data, buffers = contents.dumped(made)

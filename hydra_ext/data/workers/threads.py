@@ -34,7 +34,7 @@ class ThreadWorker:
                 value = self._function(task.item)
             except Exception as error:
                 raise StageFailed(
-                    f"stage {self._name!r}, sample {task.place.number}: {type(error).__name__}: {error}",
+                    f"stage {self._name!r}, sample {task.number}: {type(error).__name__}: {error}",
                     stage=self._name,
                     number=task.number,
                 ) from error

@@ -53,6 +53,13 @@ class Many(Drawn):
         return [{"index": index, "noise": noise[i]} for i, index in enumerate(indices)]
 
 
+class Columns(Drawn):
+    """Makes a whole batch at once, as a table has it."""
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        return {"x": torch.tensor(indices)}
+
+
 class Stream(IterableDataset[int]):
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -71,11 +78,6 @@ def same(value: Any) -> Any:
 
 def process_of(value: Any) -> tuple[Any, int]:
     return value, os.getpid()
-
-
-def slow(value: Any) -> Any:
-    time.sleep(0.005)
-    return value
 
 
 class Waits:
@@ -143,3 +145,26 @@ class Holds:
 
     def __call__(self, item: int) -> int:
         return int(self._held[::4096].sum()) + item
+
+
+class DoublesInPlace:
+    """Changes its item, and dies of one the first time that it has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        number = int(item["array"][0])
+        item["tensor"].mul_(2)
+        if number == 3 and not (self._folder / "died").exists():
+            (self._folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+
+def leaves_a_child(item: int) -> int:
+    """A child that has the worker's connection, too, and lives on for a while."""
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    return item
