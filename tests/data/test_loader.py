@@ -258,6 +258,34 @@ def test_items_before_one_that_fails_are_not_lost(kind: str) -> None:
             assert list(outcomes(iter(loader))) == whole[taken:]
 
 
+def test_a_source_may_go_on_with_its_own_state() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self._state = {"next": 0}
+
+        def __iter__(self) -> Iterator[int]:
+            while self._state["next"] < 30:
+                self._state["next"] += 1
+                yield self._state["next"] - 1
+
+        def state_dict(self) -> dict[str, int]:
+            return self._state
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self._state = dict(state)
+
+    def make() -> data.Loader:
+        return data.Loader(data.Map(IterableWrapper(Counts()), functions.same, method="thread", workers=4))
+
+    with make() as loader:
+        iterator = iter(loader)
+        assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+        state = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == list(range(3, 30))
+
+
 def test_a_closed_loader_still_has_its_state() -> None:
     with data.from_dataset(functions.Rows(6), 2, method="thread") as loader:
         next(iter(loader))

@@ -183,7 +183,7 @@ class Doubles:
     def __init__(self, closed: list[int]) -> None:
         self._closed = closed
 
-    def call(self, task: Task, is_oldest: Callable[[], bool]) -> Made:
+    def call(self, task: Task, is_next: Callable[[], bool]) -> Made:
         if task.item < 0:
             raise ValueError("negative")
         return Made(2 * task.item, 0.0)
@@ -202,7 +202,7 @@ def test_every_task_has_an_outcome_while_workers_come_and_go() -> None:
             outcomes[task.number] = outcome
             changed.notify()
 
-    pool = Pool("double", lambda: Doubles(closed), tell, workers=2)
+    pool = Pool("double", lambda: Doubles(closed), tell, lambda task: True, workers=2)
     draws = random.Random(1)
     for number in range(400):
         pool.put(Task(1, number, Place(0, 0, number), number - 1))

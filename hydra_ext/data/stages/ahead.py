@@ -145,6 +145,10 @@ class Flow:
                 "epoch": self.start.epoch,
             }
 
+    def is_next(self, number: int) -> bool:
+        with self._changed:
+            return self._is_stopped or number == self._given
+
     def resize(self, depth: int) -> None:
         with self._changed:
             self._depth = depth

@@ -47,6 +47,11 @@ class _Results:
             outcome = Made(Skipped(), 0.0)
         flow.finish(task.number, outcome)
 
+    def is_next(self, task: Task) -> bool:
+        """Whether a task's result is the next one to be given. One that nothing waits for any more may end, too."""
+        flow = None if self._flow is None else self._flow()
+        return flow is None or flow.start.flow != task.flow or flow.is_next(task.number)
+
 
 class Map(Ahead[Any]):
     """Calls a function with each item. Results come in the source's order, whatever the number of workers.
@@ -147,7 +152,9 @@ class Map(Ahead[Any]):
 
     def _submit(self) -> Callable[[Flow, int, Any], None]:
         if self._pool is None:
-            self._pool = Pool(self.name, self._maker(), self._results.tell, workers=self._workers)
+            self._pool = Pool(
+                self.name, self._maker(), self._results.tell, self._results.is_next, workers=self._workers
+            )
             weakref.finalize(self, _leave, self._pool)
         pool, seed, results = self._pool, self._seed, self._results
         level = _maps(self.source)  # stages of one pipeline draw numbers of their own

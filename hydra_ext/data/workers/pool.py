@@ -48,10 +48,10 @@ Outcome = Made | Raised
 class Worker(Protocol):
     """Makes something of one item at a time. Used by one thread."""
 
-    def call(self, task: Task, is_oldest: Callable[[], bool]) -> Made:
+    def call(self, task: Task, is_next: Callable[[], bool]) -> Made:
         """
         Args:
-            is_oldest: Whether the pipeline waits for this task before any other one of its stage.
+            is_next: Whether this task's result is the next one to be given, which others wait for.
         """
 
     def close(self) -> None:
@@ -85,18 +85,25 @@ class Pool:
         name: Of its threads.
         make: Makes a worker, in the thread that will use it.
         tell: Called with each task and its outcome, by the worker's thread.
+        is_next: Whether a task's result is the next one to be given.
         workers: Number of workers.
     """
 
     def __init__(
-        self, name: str, make: Callable[[], Worker], tell: Callable[[Task, Outcome], None], *, workers: int
+        self,
+        name: str,
+        make: Callable[[], Worker],
+        tell: Callable[[Task, Outcome], None],
+        is_next: Callable[[Task], bool],
+        *,
+        workers: int,
     ) -> None:
         self._name = name
         self._make = make
         self._tell = tell
+        self._is_next = is_next
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
-        self._open: set[tuple[int, int]] = set()  # tasks that are not done
         self._threads: set[threading.Thread] = set()
         self._wanted = workers
         self._busy = 0
@@ -118,15 +125,12 @@ class Pool:
     def put(self, task: Task) -> None:
         with self._changed:
             self._tasks.append(task)
-            self._open.add((task.flow, task.number))
             self._fill()
             self._changed.notify()
 
     def drop(self) -> None:
         """Forgets tasks that no worker has. Outcomes of the others are still told."""
         with self._changed:
-            for task in self._tasks:
-                self._open.discard((task.flow, task.number))
             self._tasks.clear()
 
     def close(self) -> None:
@@ -164,7 +168,7 @@ class Pool:
             while (task := self._next()) is not None:
                 try:
                     worker = worker or self._make()
-                    outcome: Outcome = worker.call(task, lambda task=task: self._is_oldest(task))  # type: ignore[misc]
+                    outcome: Outcome = worker.call(task, lambda task=task: self._is_next(task))  # type: ignore[misc]
                 except BaseException as error:  # noqa: BLE001 - raised where the result is taken
                     outcome = Raised(error)
                 self._finish(task, outcome)
@@ -188,12 +192,7 @@ class Pool:
         with self._changed:
             self._busy -= 1
             self._done += 1
-            self._open.discard((task.flow, task.number))
             if isinstance(outcome, Made):
                 self._seconds += outcome.seconds
                 self._nbytes += outcome.nbytes
         self._tell(task, outcome)
-
-    def _is_oldest(self, task: Task) -> bool:
-        with self._changed:
-            return min(self._open, default=(task.flow, task.number)) >= (task.flow, task.number)

@@ -168,10 +168,10 @@ class Workshop:
         first = self._servers.process()
         return [*([] if first is None else [first]), *self.workers]
 
-    def room(self, name: str, nbytes: int, is_oldest: Callable[[], bool]) -> _C.SharedBlock | None:
+    def room(self, name: str, nbytes: int, is_next: Callable[[], bool]) -> _C.SharedBlock | None:
         """Room for a result, or None if it has to travel by itself.
 
-        The oldest result gets what there is. Others leave room for one more: it is waited for first.
+        The next result to be given gets what there is, and never waits. Others leave room for it.
 
         Raises:
             SampleTooLarge: There will never be room for it.
@@ -187,7 +187,7 @@ class Workshop:
             )
         self._largest = max(self._largest, nbytes)
         while True:
-            first = is_oldest()
+            first = is_next()
             if first or self.region.used + nbytes + self._largest <= self.region.limit:
                 block = self.region.allocate(nbytes)
                 if block is not None or first:
@@ -216,7 +216,7 @@ class ProcessWorker:
         self._connection: Connection | None = None
         self._process = 0
 
-    def call(self, task: Task, is_oldest: Callable[[], bool]) -> Made:
+    def call(self, task: Task, is_next: Callable[[], bool]) -> Made:
         """
         Raises:
             StageFailed: The function has raised.
@@ -227,7 +227,7 @@ class ProcessWorker:
         for _ in range(_LIVES):
             connection = self._started()
             try:
-                return self._call(connection, task, is_oldest)
+                return self._call(connection, task, is_next)
             except (EOFError, ConnectionError):
                 self._died()
         raise WorkersDied(
@@ -263,7 +263,7 @@ class ProcessWorker:
                 )
         return self._connection
 
-    def _call(self, connection: Connection, task: Task, is_oldest: Callable[[], bool]) -> Made:
+    def _call(self, connection: Connection, task: Task, is_next: Callable[[], bool]) -> Made:
         data, where = self._sent(task)
         connection.send(Take(task.place, data, where))
         answer: Ask | Done | Failed = connection.recv()
@@ -271,7 +271,7 @@ class ProcessWorker:
         if isinstance(answer, Ask):
             sizes = list(answer.sizes)
             try:
-                block = self._workshop.room(self._name, contents.offsets(sizes)[1], is_oldest)
+                block = self._workshop.room(self._name, contents.offsets(sizes)[1], is_next)
             except BaseException:  # re-raised
                 connection.send(Room(is_refused=True))
                 raise

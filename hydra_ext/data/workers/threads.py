@@ -23,7 +23,7 @@ class ThreadWorker:
         self._name = name
         self._function = function
 
-    def call(self, task: Task, is_oldest: Callable[[], bool]) -> Made:
+    def call(self, task: Task, is_next: Callable[[], bool]) -> Made:
         """
         Raises:
             StageFailed: The function has raised.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -138,12 +139,14 @@ class BreaksWhenLoaded:
 
 
 class Holds:
-    """A function with a large tensor, of which it reads all pages for each item."""
+    """A function with a large tensor and many objects, of which it reads all pages for each item, and collects."""
 
     def __init__(self, held: torch.Tensor) -> None:
         self._held = held
+        self._objects = [[str(number)] for number in range(400_000)]
 
     def __call__(self, item: int) -> int:
+        gc.collect()
         return int(self._held[::4096].sum()) + item
 
 
@@ -162,9 +165,19 @@ class DoublesInPlace:
         return item
 
 
-def leaves_a_child(item: int) -> int:
-    """A child that has the worker's connection, too, and lives on for a while."""
-    if os.fork() == 0:
-        time.sleep(20)
-        os._exit(0)
-    return item
+class LeavesAChild:
+    """Its worker waits, and has a child that has the worker's connection, too. Both end once a file is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, item: int) -> int:
+        child = os.fork() == 0
+        if child:
+            (self._folder / "child").touch()
+        while not (self._folder / "go_on").exists():
+            time.sleep(0.001)
+        if child:
+            (self._folder / "gone").touch()
+            os._exit(0)
+        return item
