@@ -20,28 +20,28 @@
 namespace hydra {
 namespace {
 
-constexpr Bytes kMost = 4 * kMiB;
+constexpr Bytes kRegionBytes = 4 * kMiB;
 
 /// Bytes that the system has given to a descriptor.
-Bytes given(int descriptor) {
+Bytes pages_of(int descriptor) {
   struct stat found{};
   EXPECT_EQ(::fstat(descriptor, &found), 0);
   return static_cast<Bytes>(found.st_blocks) * 512;
 }
 
 TEST(SharedRegion, TakesNoMemoryBeforeABlockIsMade) {
-  SharedRegion region(kMost);
-  EXPECT_EQ(given(region.descriptor()), 0);
+  SharedRegion region(kRegionBytes);
+  EXPECT_EQ(pages_of(region.descriptor()), 0);
   EXPECT_EQ(region.allocated(), 0);
   const auto block = region.allocate(100);
   ASSERT_TRUE(block);
   EXPECT_EQ(region.used(), 128);  // whole alignments
-  EXPECT_GE(given(region.descriptor()), 100);
-  EXPECT_EQ(given(region.descriptor()), region.allocated());
+  EXPECT_GE(pages_of(region.descriptor()), 100);
+  EXPECT_EQ(pages_of(region.descriptor()), region.allocated());
 }
 
 TEST(SharedRegion, BlocksNeverOverlap) {
-  SharedRegion region(kMost);
+  SharedRegion region(kRegionBytes);
   std::mt19937 random(7);
   std::map<Bytes, Bytes> blocks;
   Bytes used = 0;
@@ -51,7 +51,7 @@ TEST(SharedRegion, BlocksNeverOverlap) {
     if (random() % 5 < 3) {
       if (const auto begin = region.allocate(size)) {
         EXPECT_EQ(*begin % kBlockAlignment, 0);
-        EXPECT_LE(*begin + size, kMost);
+        EXPECT_LE(*begin + size, kRegionBytes);
         const auto next = blocks.lower_bound(*begin);
         ASSERT_TRUE(next == blocks.end() || *begin + size <= next->first);
         ASSERT_TRUE(next == blocks.begin() || std::prev(next)->first + std::prev(next)->second <= *begin);
@@ -74,11 +74,11 @@ TEST(SharedRegion, BlocksNeverOverlap) {
     region.release(begin);
   }
   EXPECT_EQ(region.used(), 0);
-  EXPECT_TRUE(region.allocate(kMost));  // ranges that were given back are one again
+  EXPECT_TRUE(region.allocate(kRegionBytes));  // ranges that were given back are one again
 }
 
 TEST(SharedRegion, ALimitKeepsBlocksBelowIt) {
-  SharedRegion region(kMost);
+  SharedRegion region(kRegionBytes);
   region.set_limit(kMiB);
   const auto first = region.allocate(kMiB / 2);
   ASSERT_TRUE(first);
@@ -90,13 +90,13 @@ TEST(SharedRegion, ALimitKeepsBlocksBelowIt) {
   EXPECT_EQ(region.used(), 3 * kMiB / 2);
   EXPECT_FALSE(region.allocate(64));
   region.release(*second);
-  EXPECT_LE(given(region.descriptor()), kMiB / 2);
+  EXPECT_LE(pages_of(region.descriptor()), kMiB / 2);
   region.release(*first);
   EXPECT_TRUE(region.allocate(64));
 }
 
 TEST(SharedRegion, TrimGivesBackWhatIsFreeAtTheEnd) {
-  SharedRegion region(kMost);
+  SharedRegion region(kRegionBytes);
   const auto first = region.allocate(kMiB);
   const auto second = region.allocate(kMiB);
   region.release(*first);
@@ -105,17 +105,17 @@ TEST(SharedRegion, TrimGivesBackWhatIsFreeAtTheEnd) {
   region.release(*second);
   region.trim();
   EXPECT_EQ(region.allocated(), 0);
-  EXPECT_EQ(given(region.descriptor()), 0);
+  EXPECT_EQ(pages_of(region.descriptor()), 0);
   EXPECT_TRUE(region.allocate(kMiB));
 }
 
 TEST(SharedRegion, AnotherProcessWritesWhatThisOneReads) {
-  SharedRegion region(kMost);
+  SharedRegion region(kRegionBytes);
   const auto block = region.allocate(1000);
   ASSERT_TRUE(block);
   const pid_t child = ::fork();
   if (child == 0) {
-    void* mapped = ::mmap(nullptr, kMost, PROT_READ | PROT_WRITE, MAP_SHARED, region.descriptor(), 0);
+    void* mapped = ::mmap(nullptr, kRegionBytes, PROT_READ | PROT_WRITE, MAP_SHARED, region.descriptor(), 0);
     std::memset(static_cast<std::byte*>(mapped) + *block, 42, 1000);
     ::_exit(mapped == MAP_FAILED ? 1 : 0);
   }
@@ -127,7 +127,7 @@ TEST(SharedRegion, AnotherProcessWritesWhatThisOneReads) {
 }
 
 TEST(SharedRegion, MemoryThatIsNotThereIsAnError) {
-  SharedRegion region(kMost);
+  SharedRegion region(kRegionBytes);
   const auto fits = region.allocate(kMiB / 2);
   ASSERT_TRUE(fits);
   const int whole = ::dup(region.descriptor());
@@ -150,20 +150,20 @@ TEST(SharedRegion, MemoryThatIsNotThereIsAnError) {
 
 TEST(SharedRegion, WrongCallsChangeNothing) {
   EXPECT_THROW(SharedRegion(0), StateError);
-  SharedRegion region(kMost);
+  SharedRegion region(kRegionBytes);
   EXPECT_THROW(region.allocate(0), StateError);
   EXPECT_THROW(region.release(0), StateError);
   const auto block = region.allocate(64);
   EXPECT_THROW(region.release(*block + 64), StateError);
   region.release(*block);
   EXPECT_THROW(region.release(*block), StateError);
-  EXPECT_THROW(region.set_limit(kMost + kMiB), StateError);
+  EXPECT_THROW(region.set_limit(kRegionBytes + kMiB), StateError);
   EXPECT_THROW(region.set_limit(-1), StateError);
   EXPECT_EQ(region.used(), 0);
 }
 
 TEST(SharedRegion, ThreadsAllocateAndReleaseAtOnce) {
-  SharedRegion region(kMost);
+  SharedRegion region(kRegionBytes);
   std::vector<std::thread> threads;
   for (int number = 0; number < 4; ++number) {
     threads.emplace_back([&region, number] {
