@@ -60,9 +60,7 @@ class Keys(BaseNode[Batch]):
     def __len__(self) -> int:
         """Batches of an epoch."""
         samples = self._samples if self._sampler is None else len(self._sampler)  # type: ignore[arg-type]
-        if self._batch is None:
-            return samples
-        return samples // self._batch if self._drop_last else -(-samples // self._batch)
+        return _batches(samples, self._batch, drop_last=self._drop_last)
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         super().reset(dict(initial_state) if initial_state is not None else None)
@@ -114,10 +112,16 @@ class Keys(BaseNode[Batch]):
         return [self._samples, self._batch, self._drop_last]
 
 
+def _batches(samples: int, size: int | None, *, drop_last: bool) -> int:
+    if size is None:
+        return samples
+    return samples // size if drop_last else -(-samples // size)
+
+
 def _plain(key: Any) -> Any:
     """A key as JSON has it: of a batch sampler, which may use one list again, a list of them."""
-    if isinstance(key, list | tuple):
-        return [_plain(each) for each in key] if isinstance(key, list) else key
+    if isinstance(key, list):
+        return [_plain(each) for each in key]
     return int(key) if isinstance(key, numpy.integer) else key
 
 
@@ -147,9 +151,7 @@ class Samples(BaseNode[tuple[int, int, Any]]):
     def __len__(self) -> int:
         """Batches of an epoch, if the iterable has a length."""
         samples = len(self._iterable)  # type: ignore[arg-type]
-        if self._batch is None:
-            return samples
-        return samples // self._batch if self._drop_last else -(-samples // self._batch)
+        return _batches(samples, self._batch, drop_last=self._drop_last)
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         super().reset(dict(initial_state) if initial_state is not None else None)
