@@ -197,9 +197,9 @@ def test_every_task_has_an_outcome_while_workers_come_and_go() -> None:
     closed: list[int] = []
     changed = threading.Condition()
 
-    def tell(task: Task, outcome: Outcome) -> None:
+    def tell(task: Task, outcome: list[Outcome]) -> None:
         with changed:
-            outcomes[task.number] = outcome
+            outcomes[task.number] = outcome.pop()
             changed.notify()
 
     pool = Pool("double", lambda: Doubles(closed), tell, lambda task: True, workers=2)

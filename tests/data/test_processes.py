@@ -207,11 +207,49 @@ def test_a_small_memory_is_enough_whoever_keeps_results() -> None:
 
 
 def test_results_that_are_not_kept_always_find_room() -> None:
-    """Two results' memory, one of which the consumer uses."""
-    with mapped(range(60), functions.rows, workers=3, memory=2 * (64 * 40 * 4 + 12032)) as loader:
-        for each in loader:
-            del each
-        assert loader.report().inline == 0
+    """One that the consumer uses, the next one, and what there is beside them, for results that come early."""
+    for memory in ("64KiB", "128KiB", "192KiB"):  # of 2, 5 and 8 results
+        with mapped(range(200), functions.rows, workers=3, memory=memory) as loader:
+            iterator = iter(loader)
+            kept = next(iterator)
+            for _ in range(199):
+                del kept
+                kept = next(iterator)
+            inline = loader.report().inline
+            del kept
+        assert inline == 0
+
+
+def test_workers_that_ask_for_room_together_leave_it_for_the_next_result() -> None:
+    """Eight results at once, of a memory for five: three may come early, in whatever order threads run."""
+    one, interval = 2**16, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            workshop = Workshop(5 * one)
+            blocks = rooms(workshop, one, asked=8, early=3)
+            assert sum(each is not None for each in blocks) == 5
+            assert workshop.inline == 3
+            blocks.clear()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def rooms(workshop: Workshop, nbytes: int, *, asked: int, early: int) -> list[Any]:
+    """What threads get that ask for room together: some of them early, and all once theirs is the next result."""
+    is_next = threading.Event()
+    blocks: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: blocks.append(workshop.room("rows", nbytes, is_next.is_set)))
+        for _ in range(asked)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(blocks) == early)
+    is_next.set()
+    for thread in threads:
+        thread.join()
+    return blocks
 
 
 def test_a_sample_larger_than_the_memory_is_told_and_the_next_one_comes() -> None:

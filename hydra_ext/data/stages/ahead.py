@@ -176,10 +176,17 @@ class Flow:
 
     # ---- items ------------------------------------------------------------------------------------------------------
 
-    def finish(self, number: int, outcome: Outcome | _Ended | _Broken) -> None:
+    def finish(self, number: int, outcome: list[Outcome]) -> None:
+        """Takes the outcome of an item out of its list: its thread keeps nothing that the consumer has let go."""
         with self._changed:
             if not self._is_stopped:
-                self._outcomes[number] = outcome
+                self._outcomes[number] = outcome.pop()
+                self._changed.notify_all()
+
+    def _end(self, number: int, reason: _Ended | _Broken) -> None:
+        with self._changed:
+            if not self._is_stopped:
+                self._outcomes[number] = reason
                 self._changed.notify_all()
 
     def _feed(self) -> None:
@@ -196,7 +203,7 @@ class Flow:
                     item = next(self._source)
                 except StageFailed as error:  # of one item: those behind it come
                     if number >= self.start.given:
-                        self.finish(number, Raised(error))
+                        self.finish(number, [Raised(error)])
                 else:
                     if number >= self.start.given:
                         self._submit(self, number, item)
@@ -204,9 +211,9 @@ class Flow:
                 self._source_seconds += time.perf_counter() - begun
                 number += 1
         except StopIteration:
-            self.finish(number, _Ended())
+            self._end(number, _Ended())
         except BaseException as error:  # noqa: BLE001 - raised where the item is taken
-            self.finish(number, _Broken(error))
+            self._end(number, _Broken(error))
 
     def _has_room(self, number: int) -> bool:
         """Waits until another item may be on the way. Returns False if the flow is to stop."""

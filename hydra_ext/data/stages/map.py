@@ -38,13 +38,15 @@ class _Results:
     def begin(self, flow: Flow) -> None:
         self._flow = weakref.ref(flow)
 
-    def tell(self, task: Task, outcome: Outcome) -> None:
+    def tell(self, task: Task, outcome: list[Outcome]) -> None:
         flow = None if self._flow is None else self._flow()
         if flow is None or flow.start.flow != task.flow:
             return
-        if isinstance(outcome, Raised) and self._skips and type(outcome.error) is StageFailed:  # of the function
+        first = outcome[0]
+        if isinstance(first, Raised) and self._skips and type(first.error) is StageFailed:  # of the function
             self.skipped += 1
-            outcome = Made(Skipped(), 0.0)
+            outcome = [Made(Skipped(), 0.0)]
+        del first
         flow.finish(task.number, outcome)
 
     def is_next(self, task: Task) -> bool:

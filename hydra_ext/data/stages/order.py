@@ -31,7 +31,7 @@ class Prefetch(Ahead[Any]):
 
 
 def _pass_on(flow: Flow, number: int, item: Any) -> None:
-    flow.finish(number, Made(item, 0.0))
+    flow.finish(number, [Made(item, 0.0)])
 
 
 class Batch(BaseNode[list[Any]]):

@@ -84,7 +84,8 @@ class Pool:
     Args:
         name: Of its threads.
         make: Makes a worker, in the thread that will use it.
-        tell: Called with each task and its outcome, by the worker's thread.
+        tell: Called with each task and its outcome, by the worker's thread. It takes the outcome
+            out of its list, so that this thread keeps nothing that the consumer has let go.
         is_next: Whether a task's result is the next one to be given.
         workers: Number of workers.
     """
@@ -93,7 +94,7 @@ class Pool:
         self,
         name: str,
         make: Callable[[], Worker],
-        tell: Callable[[Task, Outcome], None],
+        tell: Callable[[Task, list[Outcome]], None],
         is_next: Callable[[Task], bool],
         *,
         workers: int,
@@ -168,9 +169,9 @@ class Pool:
             while (task := self._next()) is not None:
                 try:
                     worker = worker or self._make()
-                    outcome: Outcome = worker.call(task, lambda task=task: self._is_next(task))  # type: ignore[misc]
+                    outcome: list[Outcome] = [worker.call(task, lambda task=task: self._is_next(task))]  # type: ignore[misc]
                 except BaseException as error:  # noqa: BLE001 - raised where the result is taken
-                    outcome = Raised(error)
+                    outcome = [Raised(error)]
                 self._finish(task, outcome)
                 del task, outcome  # a worker that waits keeps nothing alive
         finally:
@@ -188,11 +189,11 @@ class Pool:
             self._threads.discard(threading.current_thread())
             return None
 
-    def _finish(self, task: Task, outcome: Outcome) -> None:
+    def _finish(self, task: Task, outcome: list[Outcome]) -> None:
         with self._changed:
             self._busy -= 1
             self._done += 1
-            if isinstance(outcome, Made):
-                self._seconds += outcome.seconds
-                self._nbytes += outcome.nbytes
+            if isinstance(outcome[0], Made):
+                self._seconds += outcome[0].seconds
+                self._nbytes += outcome[0].nbytes
         self._tell(task, outcome)

@@ -137,6 +137,7 @@ class Workshop:
         self.region = _C.SharedRegion(memory)
         self._address = self.region.address
         self._servers = _Servers(self.region)
+        self._lock = threading.Lock()  # what is free is looked at and taken in one piece
         self._largest = 0  # bytes of one result
         self.workers: dict[int, int] = {}  # stage by process
         self.inline = 0  # results that found no room, and travelled by themselves
@@ -171,7 +172,8 @@ class Workshop:
     def room(self, name: str, nbytes: int, is_next: Callable[[], bool]) -> _C.SharedBlock | None:
         """Room for a result, or None if it has to travel by itself.
 
-        The next result to be given gets what there is, and never waits. Others leave room for it.
+        The next result to be given gets what there is, and never waits. Others leave room for it, and for the one
+        before it, which the consumer may use.
 
         Raises:
             SampleTooLarge: There will never be room for it.
@@ -185,14 +187,15 @@ class Workshop:
                 needed=nbytes,
                 limit=limit,
             )
-        self._largest = max(self._largest, nbytes)
         while True:
             first = is_next()
-            if first or self.region.used + nbytes + self._largest <= self.region.limit:
-                block = self.region.allocate(nbytes)
-                if block is not None or first:
-                    self.inline += block is None
-                    return block
+            with self._lock:
+                self._largest = max(self._largest, nbytes)
+                if first or self.region.used + nbytes + 2 * self._largest <= self.region.limit:
+                    block = self.region.allocate(nbytes)
+                    if block is not None or first:
+                        self.inline += block is None
+                        return block
             time.sleep(_LOOK)
 
     def placed(self, buffers: Sequence[memoryview]) -> list[tuple[int, int]] | None:
