@@ -399,6 +399,20 @@ class SampleTooLarge(HydraError, MemoryError):
         self.limit = limit
 
 
+class MemoryLimitTooSmall(HydraError, MemoryError):
+    """The worker processes of a tuned pipeline take more than they may, with one worker for each stage.
+
+    Attributes:
+        needed: Bytes that they take, with room for two results.
+        limit: Bytes that they may take.
+    """
+
+    def __init__(self, message: str, *, needed: int, limit: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.limit = limit
+
+
 class StageFailed(HydraError, RuntimeError):
     """The function of a stage has raised.
 

@@ -11,16 +11,18 @@ from hydra_ext.errors import MissingDependency
 if find_spec("torchdata") is None:
     raise MissingDependency("hydra_ext.data needs torchdata, which is not installed: pip install 'hydra-ext[data]'")
 
-from hydra_ext.data.datasets import from_dataset
+from hydra_ext.data.datasets import from_dataset, tuned
 from hydra_ext.data.loader import Loader
-from hydra_ext.data.report import LoaderReport, StageReport
+from hydra_ext.data.report import LoaderReport, StageReport, TuningReport
 from hydra_ext.data.stages.ahead import ItemFigures
 from hydra_ext.data.stages.map import Map
 from hydra_ext.data.stages.order import Batch, Prefetch, Shuffle
+from hydra_ext.data.tuning.views import Interval, StageView, View
 from hydra_ext.data.workers.pool import WorkerFigures
 
 __all__ = [
     "Batch",
+    "Interval",
     "ItemFigures",
     "Loader",
     "LoaderReport",
@@ -28,8 +30,12 @@ __all__ = [
     "Prefetch",
     "Shuffle",
     "StageReport",
+    "StageView",
+    "TuningReport",
+    "View",
     "WorkerFigures",
     "from_dataset",
     "generator",
     "numpy_generator",
+    "tuned",
 ]

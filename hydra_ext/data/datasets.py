@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert
+from torchdata.nodes import BaseNode
 
 from hydra_ext.data.loader import Loader
 from hydra_ext.data.stages.ahead import expect_positive
@@ -22,7 +23,7 @@ def from_dataset(
     shuffle: bool = False,
     sampler: Iterable[Any] | None = None,
     batch_sampler: Iterable[Any] | None = None,
-    num_workers: int = 1,
+    num_workers: int | Literal["auto"] = "auto",
     collate_fn: Callable[[Any], Any] | None = None,
     *,
     drop_last: bool = False,
@@ -44,7 +45,8 @@ def from_dataset(
         shuffle: Whether each epoch has another order.
         sampler: Gives keys. It is listed when an epoch begins.
         batch_sampler: Gives lists of keys.
-        num_workers: Number of workers to begin with. ``loader.stages["fetch"].workers`` changes it.
+        num_workers: Number of workers to begin with, which ``loader.stages["fetch"].workers`` changes. With
+            ``"auto"`` the loader is tuned, as :func:`tuned` says.
         collate_fn: Makes a batch of a list of samples, in a worker.
         drop_last: Whether a last batch with fewer samples is left out.
         generator: Of the order.
@@ -52,13 +54,14 @@ def from_dataset(
         map: Called with each sample, in a worker.
         method: ``"process"``, or ``"thread"`` for work that leaves the interpreter lock to others.
         on_error: ``"raise"``, or ``"skip"``: batches that cannot be made are left out and counted.
-        memory: Most bytes of the results of processes.
+        memory: Most bytes of the results of processes, and of the processes themselves in a tuned loader.
 
     Raises:
         InvalidArgument: Arguments exclude one another, or one is out of range.
     """
     expect_positive("batch_size", 1 if batch_size is None else batch_size)
-    expect_positive("num_workers", num_workers)
+    workers = 1 if num_workers == "auto" else num_workers
+    expect_positive("num_workers", workers)
     expect_positive("prefetch_factor", prefetch_factor)
     _check(batch_size, shuffle, sampler, batch_sampler, drop_last, is_stream=isinstance(dataset, IterableDataset))
     batched = batch_size is not None or batch_sampler is not None
@@ -68,8 +71,29 @@ def from_dataset(
     size, keys = (batch_size, sampler) if batch_sampler is None else (None, batch_sampler)
     source = _source(dataset, size, keys, shuffle, generator, drop_last)
     stage = partial(Map, name="fetch", method=method, on_error=on_error)
-    fetch = stage(source, function, workers=num_workers, per_worker=prefetch_factor)
-    return Loader(fetch, memory=memory, length=source.__len__)
+    fetch = stage(source, function, workers=workers, per_worker=prefetch_factor)
+    return Loader(fetch, memory=memory, length=source.__len__, is_tuned=num_workers == "auto")
+
+
+def tuned(nodes: BaseNode[Any], *, memory: int | str) -> Loader:
+    """A loader whose stages get workers while training runs: as many as make the training faster.
+
+    Each stage begins with one worker. Where the training waits for data, the stages that can do least get more, and
+    what does not make the training's steps come faster is taken back. So is what nothing waits for. The training's
+    own need of the processor counts, since its pace is what is measured.
+
+    Args:
+        nodes: The pipeline's last node. The workers of each :class:`Map` in it are tuned.
+        memory: Most bytes of all worker processes together, by their proportional set size, and of their results.
+            Workers are added only where memory for them is left, and are taken back if more is measured.
+
+    Raises:
+        InvalidArgument: Two stages have the same name, or none has workers.
+    """
+    loader = Loader(nodes, memory=memory, is_tuned=True)
+    if not loader.stages:
+        raise InvalidArgument("this pipeline has no workers to tune: give it a hydra_ext.data.Map")
+    return loader
 
 
 def _source(

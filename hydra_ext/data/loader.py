@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from hydra_ext.data.report import LoaderReport, StageReport
+from hydra_ext.data.report import LoaderReport, StageReport, TuningReport
 from hydra_ext.data.stages.ahead import Ahead, below
 from hydra_ext.data.stages.map import Map
+from hydra_ext.data.tuning.tuner import Tuner
+from hydra_ext.data.tuning.views import Consumer
 from hydra_ext.data.workers.processes import Workshop
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import parse_bytes
@@ -25,25 +29,39 @@ class Loader:
 
     Args:
         root: The pipeline's last node, of :mod:`hydra_ext.data` or torchdata.
-        memory: Most bytes of shared memory, such as ``"2GiB"``.
+        memory: Most bytes of shared memory, such as ``"2GiB"``. In a tuned loader, of that and of all worker
+            processes.
         length: Gives the number of items of an epoch, if it is known.
+        is_tuned: Whether the number of workers of each stage follows from what the training takes and from memory.
+            Each stage begins with one.
 
     Raises:
         InvalidArgument: Two stages have the same name.
     """
 
     def __init__(
-        self, root: BaseNode[Any], *, memory: int | str = "1GiB", length: Callable[[], int] | None = None
+        self,
+        root: BaseNode[Any],
+        *,
+        memory: int | str = "1GiB",
+        length: Callable[[], int] | None = None,
+        is_tuned: bool = False,
     ) -> None:
         self._root = root
         self._length = length
-        self._workshop = Workshop(parse_bytes(memory))
+        limit = parse_bytes(memory)
+        self._workshop = Workshop(limit)
         self._ahead = _found(root)
         self.stages: Mapping[str, Map] = {node.name: node for node in self._ahead if isinstance(node, Map)}
         if len(self.stages) < sum(isinstance(node, Map) for node in self._ahead):
             raise InvalidArgument("two stages have the same name: give each a name= of its own")
         for stage in self.stages.values():
             stage.share(self._workshop)
+        self._consumer = Consumer()
+        self._tuner: Tuner | None = None
+        if is_tuned:
+            self._tuner = Tuner(list(self.stages.values()), self._workshop, self._consumer, limit)
+            weakref.finalize(self, self._tuner.ask_to_end)
         self._epoch: _Epoch | None = None
         self._last: dict[str, Any] | None = None  # the state before the next epoch
         self._is_closed = False
@@ -53,8 +71,10 @@ class Loader:
         if self._is_closed:
             raise StateError("this loader has been closed: make another one")
         self._end()
-        self._epoch = _Epoch(self._root, self._last)
+        self._epoch = _Epoch(self._root, self._last, self._consumer)
         self._last = None
+        if self._tuner is not None:
+            self._tuner.begin()
         return self._epoch
 
     def __len__(self) -> int:
@@ -100,12 +120,15 @@ class Loader:
             shared_limit=self._workshop.region.limit,
             inline=self._workshop.inline,
             deaths=self._workshop.deaths,
+            tuning=None if self._tuner is None else TuningReport(tuple(self.stages), self._tuner.intervals()),
         )
 
     def close(self) -> None:
         """Ends the workers. Items that were given stay."""
         if self._is_closed:
             return
+        if self._tuner is not None:
+            self._tuner.end()
         with suppress(Exception):  # state_dict() then says that there is none
             self._last = self.state_dict()
         self._is_closed = True
@@ -124,8 +147,9 @@ class Loader:
 class _Epoch(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, root: BaseNode[Any], state: Mapping[str, Any] | None) -> None:
+    def __init__(self, root: BaseNode[Any], state: Mapping[str, Any] | None, consumer: Consumer) -> None:
         self._root: BaseNode[Any] | None = root
+        self._consumer = consumer
         saved = None if state is None else state["root"]
         self._may_be_over = saved is not None  # the state may be that of an epoch's end
         try:
@@ -137,6 +161,9 @@ class _Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         root = self._node()
+        if (refusal := self._consumer.refusal) is not None:
+            raise refusal.with_traceback(None)
+        begun = time.perf_counter()
         try:
             item = next(root)
         except StopIteration:
@@ -146,6 +173,7 @@ class _Epoch(Iterator[Any]):
             item = next(root)
         finally:
             self._may_be_over = False
+        self._consumer.took(time.perf_counter() - begun)
         return item
 
     def state(self) -> dict[str, Any]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hydra_ext.data import picture
 from hydra_ext.data.stages.ahead import ItemFigures
+from hydra_ext.data.tuning.views import Interval
 from hydra_ext.data.workers.pool import WorkerFigures
 
 
@@ -26,6 +30,46 @@ class StageReport:
 
 
 @dataclass(frozen=True)
+class TuningReport:
+    """What a tuner saw and did.
+
+    Attributes:
+        stages: Names, in the order of the data.
+        intervals: The last ones, at most 4096.
+    """
+
+    stages: Sequence[str]
+    intervals: Sequence[Interval]
+
+    def binding(self) -> list[str]:
+        """What the rate of each interval depended on: the name of a stage, or ``"training"``."""
+        found = []
+        for interval in self.intervals:
+            stage = interval.view.binding()
+            found.append("training" if stage is None else self.stages[stage])
+        return found
+
+    def save_png(self, path: str | os.PathLike[str]) -> None:
+        """Draws workers, queues, memory and rates over time as a PNG.
+
+        Raises:
+            MissingDependency: matplotlib is not installed.
+            TraceFileError: The file cannot be written.
+        """
+        picture.save(self.stages, self.intervals, path)
+
+    def __str__(self) -> str:
+        if not self.intervals:
+            return "not tuned yet"
+        last = self.intervals[-1]
+        view, binds = last.view, self.binding()[-1]
+        taken = f"{view.memory / 2**20:.0f} of {view.limit / 2**20:.0f} MiB"
+        workers = ", ".join(f"{name} {count}" for name, count in zip(self.stages, last.workers, strict=True))
+        pace = f"{view.rate:.1f} items a second, of {view.pace():.1f} that training takes"
+        return f"{pace}; {binds} binds; workers: {workers}; {taken}"
+
+
+@dataclass(frozen=True)
 class LoaderReport:
     """A loader now, and what it has done.
 
@@ -35,6 +79,7 @@ class LoaderReport:
         shared_limit: The most that it may be.
         inline: Results that found no room there, and travelled by themselves.
         deaths: Workers that have died and were replaced.
+        tuning: None if the loader is not tuned.
     """
 
     stages: tuple[StageReport, ...]
@@ -42,10 +87,13 @@ class LoaderReport:
     shared_limit: int
     inline: int
     deaths: int
+    tuning: TuningReport | None = None
 
     def __str__(self) -> str:
         shared = f"{self.shared_bytes / 2**20:.1f} of {self.shared_limit / 2**20:.1f} MiB shared"
         lines = [*map(_line, self.stages), f"{shared}, {self.inline} results beside it, {self.deaths} workers replaced"]
+        if self.tuning is not None:
+            lines.append(str(self.tuning))
         return "\n".join(lines)
 
 

@@ -103,7 +103,7 @@ class Map(Ahead[Any]):
         self.method = method
         self._function = function
         self._workers = workers
-        self._per_worker = per_worker
+        self.per_worker = per_worker
         self._seed = seed
         self._results = _Results(skips=on_error == "skip")
         self._workshop: Workshop | None = None
@@ -118,7 +118,7 @@ class Map(Ahead[Any]):
     def workers(self, workers: int) -> None:
         expect_positive("workers", workers)
         self._workers = workers
-        self.depth = self._per_worker * workers
+        self.depth = self.per_worker * workers
         if self._pool is not None:
             self._pool.resize(workers)
 

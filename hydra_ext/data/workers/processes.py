@@ -138,8 +138,8 @@ class Workshop:
         self._address = self.region.address
         self._servers = _Servers(self.region)
         self._lock = threading.Lock()  # what is free is looked at and taken in one piece
-        self._largest = 0  # bytes of one result
-        self.workers: dict[int, int] = {}  # stage by process
+        self.largest = 0  # bytes of one result
+        self.workers: dict[int, str] = {}  # stage by process
         self.inline = 0  # results that found no room, and travelled by themselves
         self.deaths = 0  # workers that died
         self.close = weakref.finalize(self, self._servers.close)  # ends all processes; results that were taken stay
@@ -178,20 +178,20 @@ class Workshop:
         Raises:
             SampleTooLarge: There will never be room for it.
         """
-        limit = self.region.limit
-        if nbytes > limit:
+        most = self.region.most
+        if nbytes > most:
             raise SampleTooLarge(
-                f"stage {name!r} has made a sample of {nbytes} bytes, and workers share {limit} bytes with this "
+                f"stage {name!r} has made a sample of {nbytes} bytes, and workers share {most} bytes with this "
                 "process: give a larger memory=, or make smaller samples",
                 stage=name,
                 needed=nbytes,
-                limit=limit,
+                limit=most,
             )
         while True:
             first = is_next()
             with self._lock:
-                self._largest = max(self._largest, nbytes)
-                if first or self.region.used + nbytes + 2 * self._largest <= self.region.limit:
+                self.largest = max(self.largest, nbytes)
+                if first or self.region.used + nbytes + 2 * self.largest <= self.region.limit:
                     block = self.region.allocate(nbytes)
                     if block is not None or first:
                         self.inline += block is None
@@ -257,7 +257,7 @@ class ProcessWorker:
             self._connection = self._workshop.start(self._stage)
             hello: Hello = self._connection.recv()
             self._process = hello.process
-            self._workshop.workers[hello.process] = self._stage
+            self._workshop.workers[hello.process] = self._name
             if hello.broken:
                 self.close()
                 raise InvalidStage(

@@ -1,0 +1,1 @@
+"""How many workers each stage has: what is seen of a pipeline, what is done about it, and a simulated pipeline."""
