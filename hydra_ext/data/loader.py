@@ -161,8 +161,8 @@ class _Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         root = self._node()
-        if (refusal := self._consumer.refusal) is not None:
-            raise refusal.with_traceback(None)
+        if (refused := self._consumer.refused) is not None:
+            raise refused()
         begun = time.perf_counter()
         try:
             item = next(root)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hydra_ext.data.stages.map import Map
 from hydra_ext.data.tuning.memory import Account
@@ -177,18 +178,19 @@ class Tuner:
             memory -= leaving * view.worker_bytes
         workers = shed(View(views, 0.0, 0.0, memory, self._limit))
         if not self._apply(workers) and memory > self._limit:
-            self._consumer.refusal = self._too_small(memory)
-
-    def _too_small(self, memory: int) -> MemoryLimitTooSmall:
-        return MemoryLimitTooSmall(
-            f"with one worker for each stage the pipeline takes {memory} bytes, and it may take {self._limit}: give "
-            "memory= for that, or fewer stages with processes, or make smaller samples",
-            needed=memory,
-            limit=self._limit,
-        )
+            self._consumer.refused = partial(_too_small, memory, self._limit)
 
     def _apply(self, workers: Sequence[int]) -> bool:
         changed = [(stage, count) for stage, count in zip(self._stages, workers, strict=True) if count != stage.workers]
         for stage, count in changed:
             stage.workers = count
         return bool(changed)
+
+
+def _too_small(needed: int, limit: int) -> MemoryLimitTooSmall:
+    return MemoryLimitTooSmall(
+        f"with one worker for each stage the pipeline takes {needed} bytes, and it may take {limit}: give a larger "
+        "memory=, or fewer stages with processes, or make smaller samples",
+        needed=needed,
+        limit=limit,
+    )

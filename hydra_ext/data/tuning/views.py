@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 STARVED = 0.02  # share of the time: below, the consumer has what it wants
@@ -77,7 +77,7 @@ class Consumer:
     def __init__(self) -> None:
         self.items = 0
         self.waited = 0.0  # seconds
-        self.refusal: Exception | None = None  # raised where the consumer asks for the next item
+        self.refused: Callable[[], Exception] | None = None  # makes what is raised instead of the next item
 
     def took(self, waited: float) -> None:
         self.items += 1

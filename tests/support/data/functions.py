@@ -181,3 +181,30 @@ class LeavesAChild:
             (self._folder / "gone").touch()
             os._exit(0)
         return item
+
+
+class Slow:
+    """Waits as for a disk or a network."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        time.sleep(self._seconds)
+        return rows(index)
+
+
+_kept: list[Any] = []
+
+
+class Grows:
+    """Keeps some memory of each item once a file is there."""
+
+    def __init__(self, asked: Path, nbytes: int) -> None:
+        self._asked = asked
+        self._nbytes = nbytes
+
+    def __call__(self, index: int) -> int:
+        if self._asked.exists():
+            _kept.append(b"x" * self._nbytes)
+        return index
