@@ -183,18 +183,21 @@ class LeavesAChild:
         return item
 
 
-class Slow:
-    """Waits as for a disk or a network."""
+_kept: list[Any] = []
 
-    def __init__(self, seconds: float) -> None:
+
+class Slow:
+    """Waits as for a disk or a network, and has some memory in each worker."""
+
+    def __init__(self, seconds: float, nbytes: int) -> None:
         self._seconds = seconds
+        self._nbytes = nbytes
 
     def __call__(self, index: int) -> dict[str, Any]:
+        if not _kept:
+            _kept.append(b"x" * self._nbytes)
         time.sleep(self._seconds)
         return rows(index)
-
-
-_kept: list[Any] = []
 
 
 class Grows:
