@@ -60,17 +60,14 @@ def main() -> None:
     node = data.Map(node, padded, name="pad")
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=4, n_embd=256, n_head=4, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": WORDS, "n_positions": LENGTH}
+    config = GPT2Config(**sizes, bos_token_id=PADDING, eos_token_id=PADDING)
     model = GPT2LMHeadModel(config)
     optimizer = hydra_ext.optim.AdamW(model.parameters(), lr=1e-3)
 
     with data.tuned(node, memory="1GiB") as loader, hydra_ext.offload(model, optimizer, budget="13MiB") as run:
-        step = 0
-        for ids, labels in loader:
+        for step, (ids, labels) in enumerate(loader, start=1):
             out = run.step([(ids, labels)], lambda batch: model(input_ids=batch[0], labels=batch[1]).loss)
-            step += 1
             if step % 15 == 0:
                 print(f"step {step}: loss {out.loss.item():.3f}", flush=True)
             if step == 60:
