@@ -148,6 +148,9 @@ class Tuner:
     def _main(self) -> None:
         watch = Watch(self._stages, self._workshop, self._consumer, self._limit)
         begun = watch.at
+        while not watch.items and not self._ended.wait(_LOOK):
+            self._guard(watch)
+        self._settle(watch)
         while not self._ended.wait(_LOOK):
             self._guard(watch)
             length = time.perf_counter() - watch.at
@@ -160,11 +163,14 @@ class Tuner:
             workers = self._rule.decide(view)
             self._intervals.append(Interval(begin, watch.at - begun, view, workers))
             if self._apply(workers):
-                # Workers begin, and what waits in queues is given: the rate of this time is not that of the workers.
-                end = watch.at + _SHORTEST
-                while time.perf_counter() < end and not self._ended.wait(_LOOK):
-                    self._guard(watch)
-                watch.view()
+                self._settle(watch)
+
+    def _settle(self, watch: Watch) -> None:
+        """Leaves some time out: workers begin, and what waits in queues is given, so the rate is not that of workers."""
+        end = time.perf_counter() + _SHORTEST
+        while time.perf_counter() < end and not self._ended.wait(_LOOK):
+            self._guard(watch)
+        watch.view()
 
     def _guard(self, watch: Watch) -> None:
         """Takes workers back if more memory is taken than there may be."""
