@@ -166,7 +166,7 @@ class Tuner:
                 self._settle(watch)
 
     def _settle(self, watch: Watch) -> None:
-        """Leaves some time out: workers begin, and what waits in queues is given, so the rate is not that of workers."""
+        """Leaves some time out: workers begin and what waits in queues is given, so the rate is not that of workers."""
         end = time.perf_counter() + _SHORTEST
         while time.perf_counter() < end and not self._ended.wait(_LOOK):
             self._guard(watch)
