@@ -1,9 +1,9 @@
 """Real pipelines of five stages with known costs, tuned: cd benchmarks && python tuned_stages.py [--pipelines 9]
 
-Stages wait, or compute and wait; each worker has some memory; the consumer waits behind each item, as for a GPU. A third
-of the pipelines has memory for half of the workers that its best rate needs. In the middle one stage takes four times,
-or a quarter of, its time. Told are the rate over the last eight intervals of each half beside the best one that the
-costs allow (hydra_ext.data.tuning.simulator), and the most memory that another process measured. Goals: 0.95 of the
+Stages wait, or compute and wait; each worker has some memory; the consumer waits behind each item, as for a GPU. A
+third of the pipelines has memory for half of the workers that its best rate needs. In the middle one stage takes four
+times, or a quarter of, its time. Told are the rate over the last eight intervals of each half beside the best one that
+the costs allow (hydra_ext.data.tuning.simulator), and the most memory that another process measured. Goals: 0.95 of the
 best rate, and never more memory than the limit.
 
 benchmarks/tuners.py has 200 simulated ones, where cores and limits change, too.
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,67 +94,66 @@ def best(stages: list[StageCost], step: float, memory: int) -> Problem:
     return Problem(tuple(stages), Machine(os.cpu_count() or 1, memory, step))
 
 
-def rate_of(loader: data.Loader) -> tuple[float, tuple[int, ...]]:
-    report = loader.report().tuning
-    intervals = report.intervals[-_LAST:] if report else ()
-    return statistics.mean(each.view.rate for each in intervals), tuple(intervals[-1].workers)
-
-
-def consume(iterator: Any, step: float, is_over: Callable[[], bool]) -> None:
-    while not is_over():
-        next(iterator)
-        time.sleep(step)
-
-
-def pipeline(seed: int, folder: Path, seconds: float) -> bool:
-    stages, step = costs(seed)
-    changed = random.Random(seed + 1).randrange(5)
-    factors = [folder / f"factor-{seed}-{index}" for index in range(5)]
+def tuned(stages: list[StageCost], factors: list[Path], *, limit: int) -> data.Loader:
     node: Any = IterableWrapper(itertools.count())
     for index, (stage, factor) in enumerate(zip(stages, factors, strict=True)):
         factor.write_text("1")
         work = Stage(stage.compute, stage.wait, stage.worker_bytes, factor)
         node = data.Map(node, work, name=f"stage {index}")
+    return data.tuned(node, memory=limit)
+
+
+def consume(iterator: Any, step: float, seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        next(iterator)
+        time.sleep(step)
+
+
+def share_of(loader: data.Loader, costs: list[StageCost], step: float, limit: int) -> tuple[float, str]:
+    """Of the best rate with the memory that workers were seen to have, and in words."""
+    intervals = [] if loader.report().tuning is None else loader.report().tuning.intervals  # type: ignore[union-attr]
+    rate = statistics.mean(each.view.rate for each in intervals[-_LAST:])
+    view, workers = intervals[-1].view, intervals[-1].workers
+    measured = [
+        StageCost(cost.compute, cost.wait, stage.worker_bytes) for cost, stage in zip(costs, view.stages, strict=True)
+    ]
+    beside = view.memory - best(measured, step, 0).memory([stage.workers for stage in view.stages])
+    problem = best(measured, step, limit - beside)
+    share = rate / problem.rate(problem.best())
+    words = f"{rate:.1f} items a second with {tuple(workers)}, {share:.3f} of the best rate, of {problem.best()}"
+    return share, f"{words}; {len(intervals)} intervals"
+
+
+def pipeline(seed: int, folder: Path, seconds: float) -> bool:
+    stages, step = costs(seed)
+    draw = random.Random(seed + 1)
+    changed, times = draw.randrange(5), draw.choice([0.25, 4.0])
+    factors = [folder / f"factor-{seed}-{index}" for index in range(5)]
     # Beside what it holds, a worker has about 10 MiB; five of them and their server have the rest.
     own = [StageCost(each.compute, each.wait, each.worker_bytes + 10 * 2**20) for each in stages]
-    least = best(own, step, 2**50).memory([1] * 5)
-    full = best(own, step, 2**50).memory(best(own, step, 2**50).best())
+    free = best(own, step, 2**50)
+    full, least = free.memory(free.best()), free.memory([1] * 5)
     limit = 250 * 2**20 + least + ((full - least) // 2 if seed % 3 == 0 else 2**32)
-    outside = folder / f"outside-{seed}"
-    held = True
-    with data.tuned(node, memory=limit) as loader:
+    outside, shares = folder / f"outside-{seed}", []
+    with tuned(stages, factors, limit=limit) as loader:
         watcher = subprocess.Popen([sys.executable, "-c", _OUTSIDE, str(os.getpid()), str(outside)])
         try:
             iterator = iter(loader)
-            for factor in (1.0, random.Random(seed + 2).choice([0.25, 4.0])):
+            for factor in (1.0, times):
                 factors[changed].write_text(str(factor))
                 cost = own[changed]
                 own[changed] = StageCost(factor * cost.compute, factor * cost.wait, cost.worker_bytes)
-                end = time.perf_counter() + seconds
-                consume(iterator, step, lambda end=end: time.perf_counter() > end)  # type: ignore[misc]
-                rate, workers = rate_of(loader)
-                report = loader.report().tuning
-                assert report is not None
-                views = [each.view for each in report.intervals]
-                room = limit - views[-1].memory
-                sizes = [stage.worker_bytes for stage in views[-1].stages]
-                measured = [StageCost(each.compute, each.wait, size) for each, size in zip(own, sizes, strict=True)]
-                memory = best(measured, step, 2**50).memory(workers) + room
-                problem = best(measured, step, memory)
-                share = rate / problem.rate(problem.best())
-                held &= share >= GOAL
-                print(
-                    f"pipeline {seed}, factor {factor:g}: {rate:.1f} items a second with {workers}, "
-                    f"{share:.3f} of the best ({problem.best()}); {len(views)} intervals",
-                    flush=True,
-                )
+                consume(iterator, step, seconds)
+                share, words = share_of(loader, own, step, limit)
+                shares.append(share)
+                print(f"pipeline {seed}, stage {changed} x {factor:g}: {words}", flush=True)
         finally:
             watcher.kill()
             watcher.wait()
     seen = int(outside.read_text())
-    held &= seen <= limit
     print(f"pipeline {seed}: at most {seen / 2**20:.0f} of {limit / 2**20:.0f} MiB from outside", flush=True)
-    return held
+    return min(shares) >= GOAL and seen <= limit
 
 
 def main() -> int:
