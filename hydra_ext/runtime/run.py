@@ -109,7 +109,7 @@ class Run:
 
     def report(self) -> Report:
         """Figures of the run so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self.layout, self._stepper, self._homes, self.replicas, budget=self.budget)
+        report = make_report(self, self._stepper, self._homes)
         peak = self._place.peak_bytes()
         report = report if peak is None else replace(report, peak_bytes=peak)
         return report if self._saving is None else replace(report, activations=self._saving.report())
@@ -321,8 +321,7 @@ class Run:
             extra: Additional data of the caller: None, numbers, strings, and lists and dicts of these. Rank 0's is
                 saved.
             schedule, scaler: Learning rate scheduler and ``GradScaler``, whose states are saved as well.
-            loader: Object with ``state_dict()`` and ``load_state_dict()`` that gives this rank's data. Each rank's is
-                saved.
+            loader: What gives this rank's data; any object with ``state_dict()`` and ``load_state_dict()``.
             keep: Number of checkpoints to retain in the folder, including this one; older ones are removed afterwards.
 
         Returns:
@@ -364,8 +363,7 @@ class Run:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or was removed before it could be read.
-            CheckpointMismatch: the checkpoint is of another model or optimizer, or has no state for this rank's
-                ``loader``; the error lists all differences.
+            CheckpointMismatch: the checkpoint is of another model or optimizer, or lacks the loader's state.
             StateError: the model's forward or backward is under way.
             UnsupportedState: no checkpoint can hold the state of this model or optimizer.
             RankFailed: another rank has failed.
@@ -465,6 +463,7 @@ class Run:
             return
         self.closed = True
         engine.leave(self)
+        self.meter.data.end()
         with ExitStack() as stack:  # runs the callbacks in reverse order
             stack.callback(self._checkpoint.close)
             if self.replicas is not None:
