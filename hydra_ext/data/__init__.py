@@ -17,6 +17,7 @@ from hydra_ext.data.report import LoaderReport, StageReport
 from hydra_ext.data.stages.ahead import ItemFigures
 from hydra_ext.data.stages.map import Map
 from hydra_ext.data.stages.order import Batch, Prefetch, Shuffle
+from hydra_ext.data.stages.to_device import ToDevice
 from hydra_ext.data.workers.pool import WorkerFigures
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Prefetch",
     "Shuffle",
     "StageReport",
+    "ToDevice",
     "WorkerFigures",
     "from_dataset",
     "generator",

@@ -13,6 +13,7 @@ from hydra_ext.data.loader import Loader
 from hydra_ext.data.stages.ahead import expect_positive
 from hydra_ext.data.stages.map import Map, Method, OnError
 from hydra_ext.data.stages.samples import Collate, Fetch, Keys, Samples
+from hydra_ext.data.stages.to_device import ToDevice
 from hydra_ext.errors import InvalidArgument
 
 
@@ -32,6 +33,7 @@ def from_dataset(
     method: Method = "process",
     on_error: OnError = "raise",
     memory: int | str = "1GiB",
+    device: torch.device | str | None = None,
 ) -> Loader:
     """A loader of a dataset's batches, in the place of ``torch.utils.data.DataLoader``.
 
@@ -53,6 +55,7 @@ def from_dataset(
         method: ``"process"``, or ``"thread"`` for work that leaves the interpreter lock to others.
         on_error: ``"raise"``, or ``"skip"``: batches that cannot be made are left out and counted.
         memory: Most bytes of the results of processes.
+        device: To which batches are copied before they are asked for, as :class:`ToDevice` does. None copies nothing.
 
     Raises:
         InvalidArgument: Arguments exclude one another, or one is out of range.
@@ -69,7 +72,7 @@ def from_dataset(
     source = _source(dataset, size, keys, shuffle, generator, drop_last)
     stage = partial(Map, name="fetch", method=method, on_error=on_error)
     fetch = stage(source, function, workers=num_workers, per_worker=prefetch_factor)
-    return Loader(fetch, memory=memory, length=source.__len__)
+    return Loader(fetch if device is None else ToDevice(fetch, device), memory=memory, length=source.__len__)
 
 
 def _source(
