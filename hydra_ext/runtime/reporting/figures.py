@@ -152,7 +152,7 @@ class DataWaits:
         if threading.get_ident() != self._thread:
             return False
         self._waits += 1
-        self._nanoseconds += end - max(begin, self._begun)
+        self._nanoseconds += end - begin
         return True
 
     @property
