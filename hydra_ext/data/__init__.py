@@ -17,6 +17,7 @@ from hydra_ext.data.report import LoaderReport, StageReport, TuningReport
 from hydra_ext.data.stages.ahead import ItemFigures
 from hydra_ext.data.stages.map import Map
 from hydra_ext.data.stages.order import Batch, Prefetch, Shuffle
+from hydra_ext.data.stages.to_device import ToDevice
 from hydra_ext.data.tuning.views import Interval, StageView, View
 from hydra_ext.data.workers.pool import WorkerFigures
 
@@ -33,6 +34,7 @@ __all__ = [
     "StageView",
     "TuningReport",
     "View",
+    "ToDevice",
     "WorkerFigures",
     "from_dataset",
     "generator",

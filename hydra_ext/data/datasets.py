@@ -14,6 +14,7 @@ from hydra_ext.data.loader import Loader
 from hydra_ext.data.stages.ahead import expect_positive
 from hydra_ext.data.stages.map import Map, Method, OnError
 from hydra_ext.data.stages.samples import Collate, Fetch, Keys, Samples
+from hydra_ext.data.stages.to_device import ToDevice
 from hydra_ext.errors import InvalidArgument
 
 
@@ -33,6 +34,7 @@ def from_dataset(
     method: Method = "process",
     on_error: OnError = "raise",
     memory: int | str = "1GiB",
+    device: torch.device | str | None = None,
 ) -> Loader:
     """A loader of a dataset's batches, in the place of ``torch.utils.data.DataLoader``.
 
@@ -55,6 +57,7 @@ def from_dataset(
         method: ``"process"``, or ``"thread"`` for work that leaves the interpreter lock to others.
         on_error: ``"raise"``, or ``"skip"``: batches that cannot be made are left out and counted.
         memory: Most bytes of the results of processes, and of the processes themselves in a tuned loader.
+        device: To which batches are copied before they are asked for, as :class:`ToDevice` does. None copies nothing.
 
     Raises:
         InvalidArgument: Arguments exclude one another, or one is out of range.
@@ -72,7 +75,8 @@ def from_dataset(
     source = _source(dataset, size, keys, shuffle, generator, drop_last)
     stage = partial(Map, name="fetch", method=method, on_error=on_error)
     fetch = stage(source, function, workers=workers, per_worker=prefetch_factor)
-    return Loader(fetch, memory=memory, length=source.__len__, is_tuned=num_workers == "auto")
+    root = fetch if device is None else ToDevice(fetch, device)
+    return Loader(root, memory=memory, length=source.__len__, is_tuned=num_workers == "auto")
 
 
 def tuned(nodes: BaseNode[Any], *, memory: int | str) -> Loader:

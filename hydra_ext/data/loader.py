@@ -15,6 +15,7 @@ from hydra_ext.data.stages.ahead import Ahead, below
 from hydra_ext.data.stages.map import Map
 from hydra_ext.data.tuning.tuner import Tuner
 from hydra_ext.data.tuning.views import Consumer
+from hydra_ext.data.waits import waits_for_data
 from hydra_ext.data.workers.processes import Workshop
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import parse_bytes
@@ -159,6 +160,7 @@ class _Epoch(Iterator[Any]):
                 raise
             raise InvalidArgument(f"this state is of another pipeline: {type(error).__name__}: {error}") from error
 
+    @waits_for_data
     def __next__(self) -> Any:
         root = self._node()
         if (refused := self._consumer.refused) is not None:

@@ -276,6 +276,7 @@ class Pipeline:
         *,
         extra: Any = None,
         schedule: Stateful | Sequence[Stateful] | None = None,
+        loader: Stateful | None = None,
         keep: int = 2,
     ) -> Path:
         """Saves all that the next step depends on, as ``folder/step-00001234``; drains first.
@@ -299,6 +300,8 @@ class Pipeline:
             extra: More to keep: None, numbers, texts, and lists and dicts of them. The first rank's counts.
             schedule: The learning-rate scheduler of this rank's optimizer; a list for several. All schedulers have to
                 be in one state.
+            loader: What gives this rank's data, such as a :class:`hydra_ext.data.Loader`, or another object with
+                ``state_dict()`` and ``load_state_dict()``. Each rank's own is saved.
             keep: How many checkpoints stay in the folder, this one included. Older ones are removed afterwards.
 
         Returns:
@@ -313,7 +316,7 @@ class Pipeline:
             RankFailed: Another rank has failed.
         """
         engine = self._at_rest("pipe.save")
-        return self._checkpoint.save(engine, Path(folder), schedule, extra=extra, keep=keep)
+        return self._checkpoint.save(engine, Path(folder), schedule, loader, extra=extra, keep=keep)
 
     def load(
         self,
@@ -321,6 +324,7 @@ class Pipeline:
         *,
         strict: bool = True,
         schedule: Stateful | Sequence[Stateful] | None = None,
+        loader: Stateful | None = None,
     ) -> Loaded | None:
         """Loads the newest checkpoint of a folder: the next step gives the bits that the saved run would have given.
 
@@ -335,6 +339,8 @@ class Pipeline:
             strict: Whether to raise if the newest checkpoint is damaged. Otherwise the newest whole one is loaded, and
                 a warning is logged.
             schedule: The schedulers, as for :meth:`save`.
+            loader: As for :meth:`save`; its next iteration goes on where this rank's had been. If the replicas are as
+                many and the stages are not, it goes on where its replica's ranks had been, if they agree.
 
         Returns:
             What was loaded. None if there is no checkpoint, or no such folder: the training begins.
@@ -343,12 +349,13 @@ class Pipeline:
             CheckpointError: The checkpoint is damaged, or was removed before it could be read. All ranks raise it, with
                 the first damaged file and tensor.
             CheckpointMismatch: The checkpoint is of another model or optimizer, or of a schedule whose steps use older
-                or newer weights than this one's. The error lists all differences.
+                or newer weights than this one's, or has no state for a rank's ``loader``. The error lists all
+                differences.
             StateError: A step is under way, or the model is not cut yet.
             UnsupportedState: No checkpoint can hold the state of this model or optimizer.
             RankFailed: Another rank has failed.
         """
-        return self._checkpoint.load(self._at_rest("pipe.load"), Path(folder), schedule, strict=strict)
+        return self._checkpoint.load(self._at_rest("pipe.load"), Path(folder), schedule, loader, strict=strict)
 
     def report(self) -> PipelineReport:
         """Reports what this rank holds and has done so far. A rank may call it at any time, without the others."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from torch.autograd.variable import Variable
 
 from hydra_ext import _C
 from hydra_ext.runtime.replicas import Replicas
+
+if TYPE_CHECKING:
+    from hydra_ext.runtime.reporting.figures import StepMeter
 
 Seat = tuple[int, int] | None
 
@@ -32,6 +35,7 @@ class BackwardParticipant(Protocol):
     core: _C.PagedModel
     model: nn.Module
     replicas: Replicas | None
+    meter: StepMeter
     backwards: int
 
     def backward_ended(self, *, accumulated: bool, failed: bool = False) -> None: ...

@@ -109,7 +109,7 @@ class Run:
 
     def report(self) -> Report:
         """Figures of the run so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self.layout, self._stepper, self._homes, self.replicas, budget=self.budget)
+        report = make_report(self, self._stepper, self._homes)
         peak = self._place.peak_bytes()
         report = report if peak is None else replace(report, peak_bytes=peak)
         return report if self._saving is None else replace(report, activations=self._saving.report())
@@ -304,6 +304,7 @@ class Run:
         extra: Any = None,
         schedule: Stateful | None = None,
         scaler: Stateful | None = None,
+        loader: Stateful | None = None,
         keep: int = 2,
     ) -> Path:
         """Saves everything that the next step depends on to ``folder/step-00001234``. Durable on return.
@@ -320,6 +321,7 @@ class Run:
             extra: Additional data of the caller: None, numbers, strings, and lists and dicts of these. Rank 0's is
                 saved.
             schedule, scaler: Learning rate scheduler and ``GradScaler``, whose states are saved as well.
+            loader: What gives this rank's data; any object with ``state_dict()`` and ``load_state_dict()``.
             keep: Number of checkpoints to retain in the folder, including this one; older ones are removed afterwards.
 
         Returns:
@@ -332,7 +334,7 @@ class Run:
             SaveFailed: the checkpoint could not be written.
             RankFailed: another rank has failed.
         """
-        helpers = {"schedule": schedule, "scaler": scaler}
+        helpers = {"schedule": schedule, "scaler": scaler, "loader": loader}
         return self._checkpoint.save(Path(folder), helpers, extra=extra, keep=keep)
 
     def load(
@@ -342,6 +344,7 @@ class Run:
         strict: bool = True,
         schedule: Stateful | None = None,
         scaler: Stateful | None = None,
+        loader: Stateful | None = None,
     ) -> Loaded | None:
         """Resumes from the newest checkpoint in a folder: the next step has the bits that it would have had.
 
@@ -352,7 +355,7 @@ class Run:
             folder: Folder of checkpoints, to which another process may be saving, or a single checkpoint.
             strict: Whether a damaged newest checkpoint raises; if False, the newest intact one is loaded, and a warning
                 is logged.
-            schedule, scaler: Objects that :meth:`save` was given, whose states are restored.
+            schedule, scaler, loader: Objects that :meth:`save` was given, whose states are restored.
 
         Returns:
             Description of the loaded checkpoint; None if there is no checkpoint or no such folder, and training
@@ -360,12 +363,13 @@ class Run:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or was removed before it could be read.
-            CheckpointMismatch: the checkpoint is of another model or optimizer; the error lists all differences.
+            CheckpointMismatch: the checkpoint is of another model or optimizer, or lacks the loader's state.
             StateError: the model's forward or backward is under way.
             UnsupportedState: no checkpoint can hold the state of this model or optimizer.
             RankFailed: another rank has failed.
         """
-        return self._checkpoint.load(Path(folder), {"schedule": schedule, "scaler": scaler}, strict=strict)
+        helpers = {"schedule": schedule, "scaler": scaler, "loader": loader}
+        return self._checkpoint.load(Path(folder), helpers, strict=strict)
 
     def save_on_sigterm(
         self,
@@ -374,6 +378,7 @@ class Run:
         extra: Callable[[], Any] | None = None,
         schedule: Stateful | None = None,
         scaler: Stateful | None = None,
+        loader: Stateful | None = None,
         keep: int = 2,
     ) -> None:
         """From now on SIGTERM saves a checkpoint and ends the process, between two steps.
@@ -381,13 +386,13 @@ class Run:
         The step under way is finished first. The run saves when the next forward with gradients or ``run.step`` begins,
         or when the context ends. So the checkpoint includes the effects of the code that follows ``optimizer.step()``
         in the loop, evaluation included. Random states are saved as ``optimizer.step()`` left them: numbers drawn
-        after it, such as those for the next batch, are drawn again after a load.
+        after it, such as those for the next batch, are drawn again after a load. So is the loader's state.
 
         After the save the previous handler is called; if there was none, ``SystemExit(143)`` is raised. A second
         SIGTERM goes to that handler at once. A signal to one rank counts for all ranks.
 
         Args:
-            folder, schedule, scaler, keep: Arguments of :meth:`save`.
+            folder, schedule, scaler, loader, keep: Arguments of :meth:`save`.
             extra: Function that is called when the last step has ended; its result is saved.
 
         Raises:
@@ -395,7 +400,7 @@ class Run:
             UnsupportedState: random states cannot be saved.
         """
         # Absolute, as the working directory may change until the save.
-        path, helpers = Path(folder).absolute(), {"schedule": schedule, "scaler": scaler}
+        path, helpers = Path(folder).absolute(), {"schedule": schedule, "scaler": scaler, "loader": loader}
         self._checkpoint.end_on_sigterm(path, helpers, extra=extra, keep=keep)
 
     def end_steps(self) -> None:
@@ -458,6 +463,7 @@ class Run:
             return
         self.closed = True
         engine.leave(self)
+        self.meter.data.end()
         with ExitStack() as stack:  # runs the callbacks in reverse order
             stack.callback(self._checkpoint.close)
             if self.replicas is not None:

@@ -46,20 +46,17 @@ def train(folder: Path, *, crash_after: int | None) -> list[Tensor]:
     """Saves behind every step. Goes on from the newest checkpoint, if there is one."""
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
-    steps = 0
     loader = data.from_dataset(dataset(), batch_size=4, shuffle=True, num_workers=2)
     with loader, hydra_ext.offload(trained, optimizer, budget="24KiB", device="simulated") as run:
-        if folder.exists():
-            loaded = run.load(folder)
-            loader.load_state_dict(loaded.extra["loader"])
-            steps = loaded.step
+        loaded = run.load(folder, loader=loader) if folder.exists() else None
+        steps = 0 if loaded is None else loaded.step
         while steps < 2 * STEPS_OF_AN_EPOCH:
             for x, target in loader:
                 nn.functional.cross_entropy(trained(x), target).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 steps += 1
-                run.save(folder, extra={"loader": loader.state_dict()}, keep=1)
+                run.save(folder, loader=loader, keep=1)
                 if steps == crash_after:
                     return []
         assert run.report().evictions > 0

@@ -82,6 +82,24 @@ LIES = {
     "betas of 2": put("optimizer", "groups", 0, "options", "betas", value=[2.0, 2.0]),
     "the schedule": put("schedule", value=5),
     "the scaler": put("scaler", value=5),
+    "the loaders": put("loaders", value=5),
+    "a loader's state": put("loaders", value={"states": [5], "ranks": [0]}),
+    "a loader for more ranks": put("loaders", value={"states": [{"class": "x", "state": {}}], "ranks": [0, 0]}),
+    "a loader that is not there": put("loaders", value={"states": [{"class": "x", "state": {}}], "ranks": [1]}),
+    "a loader's class": put("loaders", value={"states": [{"class": 1, "state": {}}], "ranks": [0]}),
+    "a loader's tensor": put(
+        "loaders",
+        value={
+            "states": [
+                {
+                    "class": "x",
+                    "state": {"at": {"$": "tensor", "name": "loader/at"}},
+                    "tensors": {"loader/at": ["F32", [2], "00"]},
+                }
+            ],
+            "ranks": [0],
+        },
+    ),
 }
 
 

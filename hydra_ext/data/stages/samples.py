@@ -22,6 +22,16 @@ def draw_seed(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
+def _kept(generator: torch.Generator | None) -> str | None:
+    """A generator's state, as JSON has it."""
+    return None if generator is None else generator.get_state().numpy().tobytes().hex()
+
+
+def _put(generator: torch.Generator | None, kept: str | None) -> None:
+    if generator is not None and kept is not None:
+        generator.set_state(torch.frombuffer(bytearray.fromhex(kept), dtype=torch.uint8))
+
+
 class Keys(BaseNode[Batch]):
     """The keys of a dataset's batches, epoch by epoch.
 
@@ -54,6 +64,7 @@ class Keys(BaseNode[Batch]):
         self._drop_last = drop_last
         self._seed = 0
         self._saved: Any = None  # from what the order is made again
+        self._drawn: str | None = None  # the generator's state behind the epoch's draws
         self._order: Sequence[Any] | torch.Tensor = ()
         self._next = 0
 
@@ -68,6 +79,7 @@ class Keys(BaseNode[Batch]):
             self._seed = draw_seed(self._generator)
             self._next = 0
             self._draw()
+            self._drawn = _kept(self._generator)
         else:
             shape = self._shape()
             if initial_state["shape"] != shape:
@@ -76,7 +88,8 @@ class Keys(BaseNode[Batch]):
                     f"{initial_state['shape']}, and are {shape}"
                 )
             self._seed, self._next = int(initial_state["seed"]), int(initial_state["next"])
-            self._saved = initial_state["order"]
+            self._saved, self._drawn = initial_state["order"], initial_state["generator"]
+            _put(self._generator, self._drawn)
             self._order = self._made(self._saved)
 
     def _draw(self) -> None:
@@ -106,7 +119,13 @@ class Keys(BaseNode[Batch]):
         return self._seed, keys if self._batch is not None else keys[0]
 
     def get_state(self) -> dict[str, Any]:
-        return {"seed": self._seed, "next": self._next, "order": self._saved, "shape": self._shape()}
+        return {
+            "seed": self._seed,
+            "next": self._next,
+            "order": self._saved,
+            "generator": self._drawn,
+            "shape": self._shape(),
+        }
 
     def _shape(self) -> list[Any]:
         return [self._samples, self._batch, self._drop_last]
@@ -146,6 +165,7 @@ class Samples(BaseNode[tuple[int, int, Any]]):
         self._generator = generator
         self._drop_last = drop_last
         self._seed = 0
+        self._drawn: str | None = None  # the generator's state behind the epoch's draws
         self._next = 0
 
     def __len__(self) -> int:
@@ -157,9 +177,12 @@ class Samples(BaseNode[tuple[int, int, Any]]):
         super().reset(dict(initial_state) if initial_state is not None else None)
         if initial_state is None:
             self._seed, self._next = draw_seed(self._generator), 0
+            self._drawn = _kept(self._generator)
             self.source.reset(None)
         else:
             self._seed, self._next = int(initial_state["seed"]), int(initial_state["next"])
+            self._drawn = initial_state["generator"]
+            _put(self._generator, self._drawn)
             self.source.reset(dict(initial_state["source"]))
 
     def next(self) -> tuple[int, int, Any]:
@@ -180,7 +203,7 @@ class Samples(BaseNode[tuple[int, int, Any]]):
         return self._seed, begin, items
 
     def get_state(self) -> dict[str, Any]:
-        return {"seed": self._seed, "next": self._next, "source": self.source.state_dict()}
+        return {"seed": self._seed, "next": self._next, "generator": self._drawn, "source": self.source.state_dict()}
 
 
 # ---- functions of workers -------------------------------------------------------------------------------------------

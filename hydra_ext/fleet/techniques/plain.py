@@ -78,7 +78,7 @@ class LocalSession(Session):
 
     def save(self, folder: Path, extra: Any) -> None:
         training = self._training()
-        contents = snapshot.take(training, snapshot.randomness(training), step=self.steps, extra=extra)
+        contents = snapshot.take(training, snapshot.passing(training), step=self.steps, extra=extra)
         saving.save(folder, contents, keep=2, files=Files())
 
     def load(self, folder: Path) -> tuple[int, Any] | None:

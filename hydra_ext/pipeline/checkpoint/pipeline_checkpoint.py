@@ -31,20 +31,33 @@ class PipelineCheckpoint:
         self.together = together
 
     def save(
-        self, engine: Engine, path: Path, schedule: Stateful | Sequence[Stateful] | None, *, extra: Any, keep: int
+        self,
+        engine: Engine,
+        path: Path,
+        schedule: Stateful | Sequence[Stateful] | None,
+        loader: Stateful | None,
+        *,
+        extra: Any,
+        keep: int,
     ) -> Path:
         from hydra_ext.pipeline.checkpoint.saving import Save, Wanted
 
-        wanted = Wanted(extra, _several(schedule), keep)
+        wanted = Wanted(extra, _several(schedule), loader, keep)
         return Save(engine, self.together, path, wanted, self.files).run()
 
     def load(
-        self, engine: Engine, path: Path, schedule: Stateful | Sequence[Stateful] | None, *, strict: bool
+        self,
+        engine: Engine,
+        path: Path,
+        schedule: Stateful | Sequence[Stateful] | None,
+        loader: Stateful | None,
+        *,
+        strict: bool,
     ) -> Loaded | None:
         from hydra_ext.pipeline.checkpoint import resuming
 
-        schedules = _several(schedule)
-        return resuming.load(engine, self.together, path, strict=strict, schedules=schedules, files=self.files)
+        given = resuming.Helpers(_several(schedule), loader)
+        return resuming.load(engine, self.together, path, given, strict=strict, files=self.files)
 
 
 def _several(schedule: Stateful | Sequence[Stateful] | None) -> Sequence[Stateful]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from hydra_ext.checkpoint.format.header import is_count
 from hydra_ext.checkpoint.format.reader import Reader
 from hydra_ext.checkpoint.format.values import BadValue, decode
 from hydra_ext.checkpoint.helper_state import Stateful
+from hydra_ext.checkpoint.loader_states import SavedLoader
 from hydra_ext.checkpoint.loading import Loaded
 from hydra_ext.checkpoint.saved_state import SavedState, decoded
 from hydra_ext.errors import CheckpointError
@@ -35,8 +37,16 @@ Result = TypeVar("Result")
 _WHAT = "to load a checkpoint"
 
 
+@dataclass(frozen=True)
+class Helpers:
+    """What is loaded beside this rank's stages: schedulers of its optimizers, and what gives its data, if it does."""
+
+    schedules: Sequence[Stateful]
+    loader: Stateful | None
+
+
 def load(
-    engine: Engine, together: Together, path: Path, *, strict: bool, schedules: Sequence[Stateful], files: Files
+    engine: Engine, together: Together, path: Path, given: Helpers, *, strict: bool, files: Files
 ) -> Loaded | None:
     """Loads the newest checkpoint. All ranks have to call it, when no microbatch or update is under way.
 
@@ -51,7 +61,7 @@ def load(
     restored: list[Restored] = []
 
     def hold(reader: Reader) -> None:
-        restored[:] = [Restored(engine, agreed[-1], reader, schedules)]
+        restored[:] = [Restored(engine, agreed[-1], reader, given)]
         restored[0].hold()
 
     with choosing.newest(
@@ -108,20 +118,24 @@ class Restored:
         CheckpointError: The checkpoint is damaged.
     """
 
-    def __init__(self, engine: Engine, holdings: Holdings, reader: Reader, schedules: Sequence[Stateful]) -> None:
+    def __init__(self, engine: Engine, holdings: Holdings, reader: Reader, given: Helpers) -> None:
         self._engine = engine
         self._holdings = holdings
         self._reader = reader
         trains = any(stage.optimizer is not None for stage in engine.assembly.stages)
-        given: list[Stateful | None] = [*schedules] or [None] * trains
+        schedules: list[Stateful | None] = [*given.schedules] or [None] * trains
+        topology = engine.topology
         with decoded(reader):
-            self._saved = SavedState(reader, holdings.named, {"schedule": given, "scaler": [None]})
+            self._saved = SavedState(reader, holdings.named, {"schedule": schedules, "scaler": [None]})
+            self._loader = SavedLoader(
+                reader, given.loader, rank=topology.rank, ranks=topology.world, replicas=topology.replicas
+            )
             if not isinstance(self._saved.content.get("versions", {}), dict):
                 raise BadValue("the older versions of the weights are no table")
             self._progress = self._saved_progress()
             self._optimizers = self._stage_states()
             self.differences = self._differences()
-            self._saved.choose(rank=engine.topology.rank, replica=engine.topology.replica)
+            self._saved.choose(rank=topology.rank, replica=topology.replica)
 
     # ---- looking at it ----------------------------------------------------------------------------------------------
 
@@ -141,7 +155,7 @@ class Restored:
         trained = {name for state in self._optimizers for name in state.names}
         for name in sorted((saved or {"state": {}})["state"].keys() & holdings.own.keys() - trained):
             lines.append(f"{name!r} was trained, and is in no optimizer now")
-        lines += self._saved.helper_differences()
+        lines += self._saved.helper_differences() + self._loader.differences
         for stage in self._engine.assembly.stages:
             lines += self._differing_versions(stage)
         return lines
@@ -222,6 +236,7 @@ class Restored:
             CheckpointError: A file has changed since :meth:`check`; the training is partly loaded.
         """
         parameters = [parameter for part in self._engine.assembly.parts.own for _, parameter in part.parameters]
+        self._loader.restore()
         self._saved.put(self._put_optimizers, parameters, self._engine.device)
         self._engine.resume(self._progress)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hydra_ext.checkpoint import helper_state, model_state, optimizer_state, saving
+from hydra_ext.checkpoint import helper_state, loader_states, model_state, optimizer_state, saving
 from hydra_ext.checkpoint.format import manifest as manifests
 from hydra_ext.checkpoint.format import strict_json, writer
 from hydra_ext.checkpoint.format.files import Files, closing
@@ -41,11 +41,13 @@ class Wanted:
     Attributes:
         extra: The user's own values.
         schedules: Learning-rate schedulers of this rank's optimizers.
+        loader: Gives this rank's data; None if it reads none.
         keep: How many checkpoints stay in the folder.
     """
 
     extra: Any
     schedules: Sequence[Stateful]
+    loader: Stateful | None
     keep: int
 
     def check(self) -> None:
@@ -160,7 +162,9 @@ class Save:
         """
         topology = self._engine.topology
         encoder = Encoder()
+        loader = loader_states.capture(self._wanted.loader)  # before: it may draw a number for its state
         self._content = {"random": random_states(self._engine.device), "buffers": {}, "optimizers": [], "versions": {}}
+        self._content["loader"] = loader
         self._content["schedule"] = self._schedule(digests, encoder)
         if topology.replica:
             first = digests[topology.rank_of(topology.place, 0)]["buffers"]
@@ -236,6 +240,7 @@ class Save:
             "optimizer": joined([state for _, state in stages], holdings.parameters),
             "extra": self._wanted.extra,
             "ranks": [part["random"] for part in parts],
+            "loaders": loader_states.joined([part["loader"] for part in parts]),
             "buffers": [_merged(parts[replica::replicas], "buffers") for replica in range(replicas)],
             "schedule": next((part["schedule"] for part in parts if part["schedule"]), None),
             "scaler": None,

@@ -6,6 +6,7 @@ when the first callback is registered, or when a trace begins.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hydra_ext import _C
 from hydra_ext.runtime.placement.devices import Place
 
-Resource = Literal["compute", "host to device", "device to host", "optimizer"]
+Resource = Literal["compute", "host to device", "device to host", "optimizer", "data"]
 Result = TypeVar("Result")
 
 
@@ -39,8 +40,9 @@ class StepFigures:
         to_device_seconds: Time during which bytes moved from host to device.
         to_host_seconds: Time during which bytes moved from device to host.
         update_seconds: Working time of the optimizer, deferred or not.
-        waited_seconds: Time that the host waited for weights, gradients, the ends of windows, and updates.
-        binding: Resource that worked longest, and so limited the step; None if ``compute_seconds`` is.
+        waited_seconds: Time that the host waited for weights, gradients, the ends of windows, updates, and data.
+        binding: Resource that worked longest, and so limited the step, or "data" if the host has waited for it for
+            longer; None if ``compute_seconds`` is.
     """
 
     step: int
@@ -71,10 +73,11 @@ TokenCount = Callable[[Any], int]
 
 
 class StepObserver(Protocol):
-    """Notified of steps and updates, with begins and ends in nanoseconds of ``time.monotonic_ns()``."""
+    """Notified of steps, updates and waits for data, with begins and ends in nanoseconds of ``time.monotonic_ns()``."""
 
     def note_step(self, number: int, begin: int, end: int) -> None: ...
     def note_update(self, begin: int, end: int) -> None: ...
+    def note_data(self, begin: int, end: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,70 @@ class _Moment:
     deferred: float
     at_once: float
     waited: float
+    data: float
 
 
 @dataclass(frozen=True)
 class _UpdateCall:
-    """A call of ``optimizer.step()``: its begin in nanoseconds, windows opened before it, and calls of a base class."""
+    """A call of ``optimizer.step()``: its begin in nanoseconds, windows opened before it, and calls of a base class.
+
+    Attributes:
+        at_once: Seconds of all calls until now that were not deferred.
+    """
 
     began: int = 0
     windows: int = 0
     depth: int = 0
+    at_once: float = 0.0
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The waits of a run for data. Loaders of :mod:`hydra_ext.data` tell of them.
+
+    Attributes:
+        waits: Number of items that the thread which entered the context has asked loaders for, inside it.
+        seconds: Time until it had them.
+        share: Part of the time in the context.
+    """
+
+    waits: int
+    seconds: float
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.3f} s waited for, {self.share:.1%} of the time, in {self.waits} waits"
+
+
+class DataWaits:
+    """Counts the waits of the thread that makes this, which is the one that trains."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._begun = time.monotonic_ns()
+        self._ended: int | None = None
+        self._waits = 0
+        self._nanoseconds = 0
+
+    def note(self, begin: int, end: int) -> bool:
+        """Counts a wait of the calling thread, in nanoseconds of ``time.monotonic_ns()``, if it is the one."""
+        if threading.get_ident() != self._thread:
+            return False
+        self._waits += 1
+        self._nanoseconds += end - begin
+        return True
+
+    @property
+    def seconds(self) -> float:
+        return self._nanoseconds / 1e9
+
+    def end(self) -> None:
+        """The time in the context ends."""
+        self._ended = time.monotonic_ns()
+
+    def report(self) -> DataReport:
+        passed = (self._ended or time.monotonic_ns()) - self._begun
+        return DataReport(self._waits, self.seconds, self._nanoseconds / max(passed, 1))
 
 
 class StepMeter:
@@ -118,7 +176,8 @@ class StepMeter:
         updates: Number of calls of ``optimizer.step()`` that have ended.
         peak_bytes: Most bytes that the device has held in the last step; on a GPU as in :class:`StepFigures`.
         inside: Whether a call of ``run.step`` is under way.
-        observer: Trace that is notified of steps and updates, or None.
+        data: Waits for data.
+        observer: Trace that is notified, or None.
     """
 
     def __init__(self, core: _C.PagedModel, place: Place, *, budget: int) -> None:
@@ -129,7 +188,7 @@ class StepMeter:
         self._begin: _Moment | None = None
         self.inside = False
         self._update = _UpdateCall()
-        self._at_once = 0.0
+        self.data = DataWaits()
         self.steps = 0
         self.updates = 0
         self.peak_bytes = 0
@@ -170,7 +229,7 @@ class StepMeter:
         """Called before ``optimizer.step()``, several times if ``step()`` calls that of its base class."""
         windows = self._core.gate.opens
         if self._update.depth == 0 or windows != self._update.windows:  # an update from before a window has failed
-            self._update = _UpdateCall(began=time.monotonic_ns(), windows=windows)
+            self._update = replace(self._update, began=time.monotonic_ns(), windows=windows, depth=0)
         self._update = replace(self._update, depth=self._update.depth + 1)
 
     def update_ended(self, *, deferred: bool) -> None:
@@ -181,11 +240,16 @@ class StepMeter:
         self.updates += 1
         if not deferred:
             end = time.monotonic_ns()
-            self._at_once += (end - self._update.began) / 1e9
+            self._update = replace(self._update, at_once=self._update.at_once + (end - self._update.began) / 1e9)
             if self.observer is not None:
                 self.observer.note_update(self._update.began, end)
         if not self.inside:
             self._end(None)
+
+    def waited_for_data(self, begin: int, end: int) -> None:
+        """Called by a loader, in the thread that has waited."""
+        if self.data.note(begin, end) and self.observer is not None:
+            self.observer.note_data(begin, end)
 
     # ---- the figures ------------------------------------------------------------------------------------------------
 
@@ -216,8 +280,9 @@ class StepMeter:
             to_device=backend.to_device_statistics.busy_seconds,
             to_host=backend.to_host_statistics.busy_seconds,
             deferred=core.update.seconds,
-            at_once=self._at_once,
-            waited=waited + core.gradients.statistics.wait_seconds + core.update.wait_seconds,
+            at_once=self._update.at_once,
+            waited=waited + core.gradients.statistics.wait_seconds + core.update.wait_seconds + self.data.seconds,
+            data=self.data.seconds,
         )
 
     def _between(self, begin: _Moment, end: _Moment) -> StepFigures:
@@ -229,6 +294,7 @@ class StepMeter:
             "host to device": end.to_device - begin.to_device,
             "device to host": end.to_host - begin.to_host,
             "optimizer": end.deferred - begin.deferred + at_once,
+            "data": end.data - begin.data,
         }
         synchronous = self._place.device.type == "cpu"
         longest = max(busy, key=lambda resource: busy[resource])

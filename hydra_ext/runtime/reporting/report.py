@@ -10,6 +10,7 @@ from hydra_ext import _C
 from hydra_ext.activations.report import StashReport
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.replicas import Replicas
+from hydra_ext.runtime.reporting.figures import DataReport, StepMeter
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Report:
         ranks: Number of ranks that train copies of the model together.
         reduced_bytes: Bytes of gradients that this rank has averaged with the others.
         waited_for_ranks_seconds: Time that this rank waited for the others, without the waits of a GPU's streams.
+        data: Waits for data.
         activations: Report on saved tensors; None without ``activations=``.
     """
 
@@ -115,6 +117,7 @@ class Report:
     ranks: int
     reduced_bytes: int
     waited_for_ranks_seconds: float
+    data: DataReport
     activations: StashReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,6 +166,8 @@ class Report:
                 f"ranks    {self.ranks}, gradients averaged {_mib(self.reduced_bytes)}, "
                 f"{self.waited_for_ranks_seconds:.3f} s waited for the others"
             )
+        if self.data.waits:
+            lines.append(f"data     {self.data}")
         if self.activations is not None:
             lines += ["saved tensors", textwrap.indent(str(self.activations), "  ")]
         return "\n".join(lines)
@@ -192,19 +197,20 @@ class HomeChoice(Protocol):
     def nbytes(self) -> int: ...
 
 
-def make_report(
-    core: _C.PagedModel,
-    layout: Layout,
-    steps: StepCounts,
-    homes: HomeChoice | None,
-    replicas: Replicas | None,
-    *,
-    budget: int,
-) -> Report:
+class ReportedRun(Protocol):
+    budget: int
+    layout: Layout
+    core: _C.PagedModel
+    replicas: Replicas | None
+    meter: StepMeter
+
+
+def make_report(run: ReportedRun, steps: StepCounts, homes: HomeChoice | None) -> Report:
+    core, layout, replicas = run.core, run.layout, run.replicas
     pager, gradients, ledger = core.pager.statistics, core.gradients.statistics, core.memory.ledger
     disk = core.homes.disk.statistics
     return Report(
-        budget_bytes=budget,
+        budget_bytes=run.budget,
         peak_bytes=ledger.peak,
         peak_weights_bytes=ledger.peak_by(_C.MemoryClass.WEIGHTS),
         peak_gradients_bytes=ledger.peak_by(_C.MemoryClass.GRADIENTS),
@@ -250,4 +256,5 @@ def make_report(
         ranks=1 if replicas is None else replicas.size,
         reduced_bytes=0 if replicas is None else replicas.reduced_bytes,
         waited_for_ranks_seconds=0.0 if replicas is None else replicas.waited_seconds,
+        data=run.meter.data.report(),
     )

@@ -94,6 +94,9 @@ class Trace:
     def note_update(self, begin: int, end: int) -> None:
         self._steps.append(_event("optimizer.step()", "update", _OPTIMIZER, begin, end))
 
+    def note_data(self, begin: int, end: int) -> None:
+        self._steps.append(_event("waits for data", "wait", _COMPUTE, begin, end))
+
     # ---- the file ---------------------------------------------------------------------------------------------------
 
     def _failure(self, error: OSError) -> TraceFileError:

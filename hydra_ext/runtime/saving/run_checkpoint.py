@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hydra_ext.checkpoint.helper_state import Stateful
     from hydra_ext.checkpoint.loading import Loaded
     from hydra_ext.checkpoint.saving import Contents
-    from hydra_ext.runtime.saving.snapshot import Training
+    from hydra_ext.runtime.saving.snapshot import Passing, Training
     from hydra_ext.runtime.saving.termination import Noted, Termination
 
 logger = logging.getLogger(__name__)
@@ -127,16 +127,16 @@ class RunCheckpoint:
         *,
         extra: Any,
         keep: int,
-        random: dict[str, Any] | None = None,
+        noted: Passing | None = None,
     ) -> Path:
         """Saves a checkpoint.
 
         Args:
             path: Folder of the checkpoints.
-            helpers: Schedule and scaler of the caller.
+            helpers: Schedule, scaler and loader of the caller.
             extra: Additional data of the caller.
             keep: Number of checkpoints to retain.
-            random: Random states to save; None for the present ones.
+            noted: State to save in place of the present one.
         """
         from hydra_ext.checkpoint.saving import save
         from hydra_ext.runtime.saving import snapshot
@@ -155,7 +155,7 @@ class RunCheckpoint:
                     "after optimizer.step(), or after model.zero_grad()"
                 )
             return snapshot.take(
-                training, random or snapshot.randomness(training), step=self._run.meter.updates, extra=extra
+                training, noted or snapshot.passing(training), step=self._run.meter.updates, extra=extra
             )
 
         with self._reading_the_disk():
@@ -171,11 +171,11 @@ class RunCheckpoint:
             raise StateError("run.save_on_sigterm was called before: one folder is enough")
 
         def note() -> Noted:
-            return Noted(snapshot.randomness(training), None if extra is None else extra())
+            return Noted(snapshot.passing(training), None if extra is None else extra())
 
         def saved(noted: Noted | None) -> None:
             noted = noted or note()
-            self.save(path, helpers, extra=noted.extra, keep=keep, random=noted.randomness)
+            self.save(path, helpers, extra=noted.extra, keep=keep, noted=noted.passing)
 
         snapshot.randomness(training)
         self._termination = Termination(note, saved, self._run.replicas)

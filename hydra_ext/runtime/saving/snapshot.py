@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
-from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_state, optimizer_values
+from hydra_ext.checkpoint import helper_state, loader_states, loading, model_state, optimizer_state, optimizer_values
 from hydra_ext.checkpoint.format import strict_json
 from hydra_ext.checkpoint.format.reader import Reader
 from hydra_ext.checkpoint.format.tensors import Entry, bytes_of, empty
 from hydra_ext.checkpoint.format.values import Encoder
 from hydra_ext.checkpoint.helper_state import Stateful
+from hydra_ext.checkpoint.loader_states import SavedLoader
 from hydra_ext.checkpoint.randomness import capture as random_states
 from hydra_ext.checkpoint.saved_state import SavedState, decoded
 from hydra_ext.checkpoint.saving import Contents
@@ -33,7 +34,7 @@ class Training:
     """The objects of a run that a checkpoint covers, and those that give access to their bytes.
 
     Attributes:
-        helpers: Schedule and scaler of the caller, by these names; None for one that was not given.
+        helpers: Schedule, scaler and loader of the caller, by these names; None for one that was not given.
         core: Core of the model, which reads tensors at home on the disk; None without an offload context.
         spilling: Plan for tensors whose home is the disk; None if there are none.
     """
@@ -51,8 +52,31 @@ class Training:
     def rank(self) -> int:
         return 0 if self.replicas is None else self.replicas.rank
 
+    @property
+    def alike(self) -> dict[str, Stateful | None]:
+        """The helpers that all ranks have in one state."""
+        return {name: self.helpers.get(name) for name in ("schedule", "scaler")}
+
+    @property
+    def loader(self) -> Stateful | None:
+        """Gives this rank's data."""
+        return self.helpers.get("loader")
+
 
 # ---- capture --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Passing:
+    """State that may change between a step and the save after it.
+
+    Attributes:
+        random: Random states of this process.
+        loader: State of the loader, as JSON; None without one.
+    """
+
+    random: dict[str, Any]
+    loader: dict[str, Any] | None
 
 
 def randomness(training: Training) -> dict[str, Any]:
@@ -64,11 +88,20 @@ def randomness(training: Training) -> dict[str, Any]:
     return random_states(training.device)
 
 
-def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -> Contents:
+def passing(training: Training) -> Passing:
+    """The present state of this process.
+
+    Raises:
+        UnsupportedState: as by :func:`randomness`, or no checkpoint can hold the loader's state.
+    """
+    loader = loader_states.capture(training.loader)
+    return Passing(randomness(training), loader)  # in this order: a loader may draw a number for its state
+
+
+def take(training: Training, passing: Passing, *, step: int, extra: Any) -> Contents:
     """Captures this rank's state, as if there were no other ranks.
 
     Args:
-        random: Random states of this process.
         step: Number of steps made.
         extra: Additional data of the caller.
 
@@ -85,14 +118,15 @@ def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -
     tensors = model_state.named_tensors(training.model)
     blocks = [[parameter for _, parameter in block.parameters] for block in training.layout.blocks]
     sections = {"model": model_state.entries(tensors, blocks)}
-    content: dict[str, Any] = {"optimizer": None, "extra": extra, "ranks": [random], "buffers": [{}]}
+    content: dict[str, Any] = {"optimizer": None, "extra": extra, "ranks": [passing.random], "buffers": [{}]}
+    content["loaders"] = loader_states.joined([passing.loader])
     if training.optimizer is not None:
         names = {id(named.tensor): named.name for named in tensors}
         state = optimizer_state.capture(training.optimizer, names)
         content["optimizer"] = state.content
         sections["optimizer"] = state.groups
     encoder = Encoder()
-    for name, helper in training.helpers.items():
+    for name, helper in training.alike.items():
         content[name] = helper_state.capture(helper, name, encoder)
     sections["training"] = [[entry] for entry in encoder.entries]
     found = {section: [_where_it_is(group, training.core) for group in groups] for section, groups in sections.items()}
@@ -113,11 +147,15 @@ def _where_it_is(group: Sequence[Entry], core: _C.PagedModel | None) -> list[Ent
 
 
 def with_ranks(contents: Contents, training: Training) -> Contents:
-    """Adds the state that the other ranks have of their own: random states, and buffers that differ from rank 0's."""
+    """Adds the state that the other ranks have of their own.
+
+    It is the random states, the loaders, and buffers that differ from rank 0's.
+    """
     replicas = training.replicas
     if replicas is None:
         return contents
-    own = strict_json.write(contents.content["ranks"][0])
+    loaders = contents.content["loaders"]
+    own = strict_json.write([contents.content["ranks"][0], loaders and loaders["states"][0]])
     every = [strict_json.read(each) for each in replicas.gather(own)]
     encoder = Encoder()
     buffers = [
@@ -127,7 +165,12 @@ def with_ranks(contents: Contents, training: Training) -> Contents:
     return replace(
         contents,
         sections={**contents.sections, "training": more},
-        content={**contents.content, "ranks": every, "buffers": buffers},
+        content={
+            **contents.content,
+            "ranks": [random for random, _ in every],
+            "loaders": loader_states.joined([loader for _, loader in every]),
+            "buffers": buffers,
+        },
     )
 
 
@@ -166,7 +209,9 @@ class Return:
         tensors = model_state.named_tensors(training.model)
         self._names = {id(named.tensor): named.name for named in tensors}
         with decoded(reader):
-            self._saved = SavedState(reader, tensors, {name: [helper] for name, helper in training.helpers.items()})
+            self._saved = SavedState(reader, tensors, {name: [helper] for name, helper in training.alike.items()})
+            ranks = 1 if training.replicas is None else training.replicas.size
+            self._loader = SavedLoader(reader, training.loader, rank=training.rank, ranks=ranks, replicas=ranks)
             found = model_state.differences(tensors, reader.manifest)
             loading.expect_none(reader, [*found, *self._other_differences()])
             self._check_optimizer()
@@ -188,7 +233,7 @@ class Return:
             )
         elif optimizer is not None:
             lines += optimizer_state.differences(optimizer, self._names, saved)
-        lines += self._saved.helper_differences()
+        lines += self._saved.helper_differences() + self._loader.differences
         if self._saved.content.get("versions"):
             lines.append(
                 "its next step uses older weights, as its pipeline's schedule says, and a run's the newest (which "
@@ -203,6 +248,7 @@ class Return:
             CheckpointError: a file has changed since it was checked; the training is partly restored.
         """
         training = self._training
+        self._loader.restore()
         with _moving_on(training) as put:
             parameters = training.model.parameters()
             self._saved.put(lambda: self._put_optimizer(put), parameters, training.device, put=put)

@@ -1,8 +1,9 @@
 """Handles SIGTERM between steps: the step under way is finished and saved, then the process ends as usual.
 
-The first signal is only noted, and the previous handler is restored, so that a second signal has its usual effect. The
-random states are captured when the step under way ends. The save runs when the next step begins or the context ends.
-So it includes the effects of the code after ``optimizer.step()`` in the loop: schedule, scaler and ``zero_grad()``.
+The first signal is only noted, and the previous handler is restored, so that a second signal has its usual effect.
+Random states and the loader's are captured when the step under way ends. The save runs when the next step begins or the
+context ends. So it includes the effects of the code after ``optimizer.step()`` in the loop: schedule, scaler and
+``zero_grad()``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from hydra_ext.errors import StateError
 from hydra_ext.runtime.replicas import Replicas
+from hydra_ext.runtime.saving.snapshot import Passing
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -24,7 +26,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 class Noted:
     """State that is captured at the end of a step, because it may change until the save."""
 
-    randomness: dict[str, Any]
+    passing: Passing
     extra: Any
 
 
