@@ -64,7 +64,8 @@ def from_dataset(
     """
     expect_positive("batch_size", 1 if batch_size is None else batch_size)
     workers = 1 if num_workers == "auto" else num_workers
-    expect_positive("num_workers", workers)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise InvalidArgument(f"num_workers={num_workers!r}: give 'auto', or a whole number from 1 on")
     expect_positive("prefetch_factor", prefetch_factor)
     _check(batch_size, shuffle, sampler, batch_sampler, drop_last, is_stream=isinstance(dataset, IterableDataset))
     batched = batch_size is not None or batch_sampler is not None
@@ -88,11 +89,12 @@ def tuned(nodes: BaseNode[Any], *, memory: int | str) -> Loader:
 
     Args:
         nodes: The pipeline's last node. The workers of each :class:`Map` in it are tuned.
-        memory: Most bytes of all worker processes together, by their proportional set size, and of their results.
+        memory: Most bytes of all worker processes together, and of their results. Pages of files do not count.
             Workers are added only where memory for them is left, and are taken back if more is measured.
 
     Raises:
         InvalidArgument: Two stages have the same name, or none has workers.
+        StateError: This system does not tell what processes take.
     """
     loader = Loader(nodes, memory=memory, is_tuned=True)
     if not loader.stages:

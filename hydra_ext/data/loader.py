@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,7 @@ from torchdata.nodes import BaseNode
 from hydra_ext.data.report import LoaderReport, StageReport, TuningReport
 from hydra_ext.data.stages.ahead import Ahead, below
 from hydra_ext.data.stages.map import Map
-from hydra_ext.data.tuning.tuner import Tuner
+from hydra_ext.data.tuning.tuner import Tuning
 from hydra_ext.data.tuning.views import Consumer
 from hydra_ext.data.waits import waits_for_data
 from hydra_ext.data.workers.processes import Workshop
@@ -59,10 +58,8 @@ class Loader:
         for stage in self.stages.values():
             stage.share(self._workshop)
         self._consumer = Consumer()
-        self._tuner: Tuner | None = None
-        if is_tuned:
-            self._tuner = Tuner(list(self.stages.values()), self._workshop, self._consumer, limit)
-            weakref.finalize(self, self._tuner.ask_to_end)
+        stages = list(self.stages.values())
+        self._tuning = Tuning(stages, self._workshop, self._consumer, limit) if is_tuned else None
         self._epoch: _Epoch | None = None
         self._last: dict[str, Any] | None = None  # the state before the next epoch
         self._is_closed = False
@@ -72,10 +69,10 @@ class Loader:
         if self._is_closed:
             raise StateError("this loader has been closed: make another one")
         self._end()
-        self._epoch = _Epoch(self._root, self._last, self._consumer)
+        self._epoch = _Epoch(self._root, self._last, self._consumer, self._tuning)
         self._last = None
-        if self._tuner is not None:
-            self._tuner.begin()
+        if self._tuning is not None:
+            self._tuning.begin()
         return self._epoch
 
     def __len__(self) -> int:
@@ -121,15 +118,15 @@ class Loader:
             shared_limit=self._workshop.region.limit,
             inline=self._workshop.inline,
             deaths=self._workshop.deaths,
-            tuning=None if self._tuner is None else TuningReport(tuple(self.stages), self._tuner.intervals()),
+            tuning=None if self._tuning is None else TuningReport(tuple(self.stages), self._tuning.intervals()),
         )
 
     def close(self) -> None:
         """Ends the workers. Items that were given stay."""
         if self._is_closed:
             return
-        if self._tuner is not None:
-            self._tuner.end()
+        if self._tuning is not None:
+            self._tuning.end()
         with suppress(Exception):  # state_dict() then says that there is none
             self._last = self.state_dict()
         self._is_closed = True
@@ -148,9 +145,12 @@ class Loader:
 class _Epoch(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, root: BaseNode[Any], state: Mapping[str, Any] | None, consumer: Consumer) -> None:
+    def __init__(
+        self, root: BaseNode[Any], state: Mapping[str, Any] | None, consumer: Consumer, tuning: Tuning | None
+    ) -> None:
         self._root: BaseNode[Any] | None = root
         self._consumer = consumer
+        self._tuning = tuning  # it goes on as long as something iterates
         saved = None if state is None else state["root"]
         self._may_be_over = saved is not None  # the state may be that of an epoch's end
         try:

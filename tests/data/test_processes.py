@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -382,6 +383,21 @@ def test_a_loader_closes_while_a_child_of_a_worker_lives_on(tmp_path: Path) -> N
     loader.close()
     (tmp_path / "go_on").touch()
     wait_until((tmp_path / "gone").exists)
+
+
+def test_a_pipeline_of_two_stages_that_is_dropped_ends() -> None:
+    """The second one's thread is stopped while it waits for the first one, and is told so by an error."""
+    node: Any = data.Map(IterableWrapper(itertools.count()), functions.Slow(0.01, 1), workers=2, name="slow")
+    node = data.Map(node, functions.same, name="same")
+    iterator = iter(data.Loader(node, memory="1MiB"))
+    del node
+    for _ in range(5):
+        next(iterator)
+    threads = [each for each in threading.enumerate() if each.name.startswith("hydra_ext")]
+    assert len(threads) >= 4
+    del iterator
+    gc.collect()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def test_a_loader_that_is_dropped_behind_an_error_ends() -> None:

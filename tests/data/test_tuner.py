@@ -21,7 +21,7 @@ from torchdata.nodes import IterableWrapper
 
 from hydra_ext import data
 from hydra_ext.data.tuning import tuner
-from hydra_ext.errors import InvalidArgument, MemoryLimitTooSmall
+from hydra_ext.errors import InvalidArgument, MemoryLimitTooSmall, StateError
 from support.data import functions, outside
 from support.data.batches import digest
 
@@ -67,12 +67,57 @@ def intervals(loader: data.Loader) -> Sequence[data.Interval]:
 
 def test_a_stage_that_is_waited_for_gets_workers_and_items_stay_the_same() -> None:
     with data.tuned(waiting(0.01), memory="16GiB") as loader:
-        found = [digest(each) for each in until(lambda: loader.stages["waits"].workers > 1, loader)]
+        found = [digest(each) for each in until(lambda: len(intervals(loader)) > 4, loader)]
         report = loader.report().tuning
     assert report is not None
     assert found == [digest(functions.rows(item)) for item in range(len(found))]
     assert [stage.workers for stage in report.intervals[0].view.stages] == [1, 1]
     assert report.binding()[0] == "waits"
+    assert max(each.workers[0] for each in report.intervals) > 1
+
+
+def test_an_iteration_is_tuned_whose_loader_nothing_else_holds() -> None:
+    iterator = iter(data.tuned(waiting(0.01), memory="16GiB"))
+    gc.collect()
+    end = time.monotonic() + 120
+    stages = {each.name: each for each in data.loader._found(iterator._root) if isinstance(each, data.Map)}  # type: ignore[attr-defined]
+    while stages["waits"].workers == 1:
+        next(iterator)
+        assert time.monotonic() < end
+    threads = [each for each in threading.enumerate() if each.name == "hydra_ext tuner"]
+    del iterator, stages
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+    assert [thread.is_alive() for thread in threads] == [False]
+
+
+def test_a_training_that_keeps_all_results_goes_on_beside_the_memory() -> None:
+    with data.tuned(waiting(0.0), memory=base_bytes(2**20) + 8 * 2**20) as loader:
+        kept = list(itertools.islice(loader, 1200))  # 25 MB
+        assert loader.report().inline > 0
+        assert [digest(each) for each in kept[::100]] == [digest(functions.rows(item)) for item in range(0, 1200, 100)]
+
+
+def test_calls_that_raise_count_as_work_where_they_are_left_out() -> None:
+    node = data.Map(IterableWrapper(itertools.count()), functions.SlowOrOdd(0.01), name="odd", on_error="skip")
+    with data.tuned(node, memory="16GiB") as loader:
+        for _ in until(lambda: intervals(loader), loader):
+            pass
+        assert intervals(loader)[0].view.stages[0].service >= 0.018  # two calls for an item
+
+
+def test_a_tuner_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(tuner.Rule, "decide", fails)
+    with (
+        data.tuned(waiting(0.001), memory="16GiB") as loader,
+        pytest.raises(StateError, match="not tuned any more: RuntimeError: can't start new thread"),
+    ):
+        for _ in until(lambda: False, loader):
+            pass
 
 
 def test_memory_measured_from_outside_stays_below_the_limit(tmp_path: Path) -> None:
@@ -87,13 +132,14 @@ def test_memory_measured_from_outside_stays_below_the_limit(tmp_path: Path) -> N
                 pass
         finally:
             (tmp_path / "measured.over").touch()
+        assert max(each.workers[0] for each in intervals(loader)) == 2
     figures = [int(line) for line in measured.read_text().split()]
     assert 2 * nbytes < max(figures) <= limit
 
 
 def is_full(loader: data.Loader) -> bool:
-    """Whether two workers ran for an interval, and no third one came."""
-    return any(each.view.stages[0].workers == 2 for each in intervals(loader)[:-1])
+    """Whether two workers ran for some intervals."""
+    return sum(each.view.stages[0].workers == 2 for each in intervals(loader)) > 2
 
 
 def test_workers_that_grow_are_taken_back_and_then_it_is_told(tmp_path: Path) -> None:

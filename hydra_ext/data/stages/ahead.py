@@ -29,6 +29,10 @@ class _Ended:
     """The source has no more items."""
 
 
+class _Stopped:
+    """The flow was stopped while its consumer waited, in another thread."""
+
+
 @dataclass(frozen=True)
 class _Broken:
     """The source has raised: it gives no more items before it is reset."""
@@ -86,7 +90,7 @@ class Flow:
         self._source = source
         self._submit = submit
         self._changed = threading.Condition()
-        self._outcomes: dict[int, Outcome | _Ended | _Broken] = {}
+        self._outcomes: dict[int, Outcome | _Ended | _Broken | _Stopped] = {}
         self._snapshots: deque[tuple[int, Mapping[str, Any]]] = deque()  # states of the source, by its next item
         self._given = start.given
         self._depth = depth
@@ -112,6 +116,8 @@ class Flow:
             outcome = self._outcomes[self._given]
             if isinstance(outcome, _Ended):
                 raise StopIteration
+            if isinstance(outcome, _Stopped):
+                raise StateError(_STOPPED)
             if isinstance(outcome, _Broken):
                 raise outcome.error.with_traceback(None)
             del self._outcomes[self._given]
@@ -167,8 +173,7 @@ class Flow:
     def ask_to_stop(self) -> None:
         with self._changed:
             self._is_stopped = True
-            # The consumer may wait, in another thread.
-            self._outcomes.setdefault(self._given, _Broken(StateError(_STOPPED)))
+            self._outcomes.setdefault(self._given, _Stopped())
             self._changed.notify_all()
 
     def join(self, timeout: float | None) -> None:
@@ -260,8 +265,8 @@ class Ahead(BaseNode[_Item]):
     def depth(self, depth: int) -> None:
         expect_positive("depth", depth)
         self._depth = depth
-        if self._flow is not None:
-            self._flow.resize(depth)
+        if (flow := self._flow) is not None:  # another thread may stop it
+            flow.resize(depth)
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         super().reset(dict(initial_state) if initial_state is not None else None)
@@ -276,7 +281,9 @@ class Ahead(BaseNode[_Item]):
             start = Start(flow=self._flows, epoch=self._epoch, given=given, skip=skip)
             self.source.reset(dict(initial_state["source"]))
         self._flow = Flow(self.source, start, self._submit(), depth=self._depth)
-        self._finalizer = weakref.finalize(self, _ask_to_stop, self.source, self._flow)
+        self._flow.resize(self._depth)  # another thread may have changed it meanwhile
+        # What ends it refers to neither: an error that a flow has kept may refer, by its traceback, to this node.
+        self._finalizer = weakref.finalize(self, _stop_if_there, weakref.ref(self.source), weakref.ref(self._flow))
 
     def next(self) -> Any:
         return self._running().next()
@@ -313,7 +320,8 @@ class Ahead(BaseNode[_Item]):
 
     def item_figures(self) -> ItemFigures | None:
         """None before the first item was asked for."""
-        return None if self._flow is None else self._flow.figures()
+        flow = self._flow  # another thread may stop it
+        return None if flow is None else flow.figures()
 
 
 def expect_positive(name: str, value: object) -> None:
@@ -323,6 +331,12 @@ def expect_positive(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidArgument(f"{name}={value!r}: give a whole number from 1 on")
+
+
+def _stop_if_there(source: weakref.ref[BaseNode[Any]], flow: weakref.ref[Flow]) -> None:
+    """Nothing, if no thread takes items any more: a thread keeps its flow, which keeps its source."""
+    if (running := flow()) is not None and (taken := source()) is not None:
+        _ask_to_stop(taken, running)
 
 
 def _ask_to_stop(source: BaseNode[Any], flow: Flow) -> None:

@@ -1,8 +1,9 @@
 """Memory that a pipeline's processes take together, as the system counts it.
 
-The system's exact count of a process, its proportional set size, takes milliseconds. So it is asked for seldom. In
-between a cheap count says how many pages a process has mapped since; pages that it shares are then counted twice. What
-it does not see are pages of the server that a worker copies because it writes to them.
+Counted is what the system cannot drop: each process's part of anonymous pages, and shared memory. Pages of files, such
+as libraries and mapped datasets, are not. The exact count takes milliseconds for each process. So it is asked for
+seldom. In between a cheap count says how many pages a process has mapped since. What that does not see are pages of the
+server that a worker copies because it writes to them.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra_ext.data.workers.processes import Workshop
+from hydra_ext.errors import StateError
 
 _SHARE = 0.01  # of the time, for exact counts
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes of one process, without the memory that the pipeline's processes share for results.
+    """Bytes of one process.
 
     Attributes:
-        proportional: With its part of the pages that it has in common with others.
-        own: Of pages that only it has.
-        anonymous: Of pages that are of no file.
-        of_files: Of pages of files, such as libraries.
+        proportional: Of its anonymous pages, with its part of those that it has in common with others.
+        own: Of anonymous pages that only it has.
+        shared: Its part of shared memory.
+        mapped: Of all its anonymous pages.
     """
 
     proportional: int
     own: int
-    anonymous: int
-    of_files: int
+    shared: int
+    mapped: int
 
 
 class Account:
@@ -45,7 +47,7 @@ class Account:
         self._most: dict[str, int] = {}  # bytes of one worker's own, by stage
 
     def processes(self) -> int:
-        """Bytes that the processes take, by a cheap count for most of the time."""
+        """Bytes of the processes' own memory, by a cheap count for most of the time."""
         alive = self._workshop.processes
         if time.perf_counter() >= self._due:
             return self.count()
@@ -55,16 +57,17 @@ class Account:
         total = self._left
         for process in alive:
             if process not in self._taken:
-                self._taken[process] = counted(process)
+                taken = counted(process)
+                # What it has in common with others is in their count until all are counted again.
+                self._taken[process] = Taken(taken.own, taken.own, taken.shared, taken.mapped)
             taken = self._taken[process]
-            mapped = _mapped(process)
-            grown = max(0, mapped["RssAnon"] - taken.anonymous)
+            grown = max(0, mapped(process) - taken.mapped)
             self._note(process, taken.own + grown)
-            total += taken.proportional + grown + max(0, mapped["RssFile"] - taken.of_files)
+            total += taken.proportional + grown
         return total
 
     def count(self) -> int:
-        """Bytes that the processes take, exactly."""
+        """Bytes of the processes' own memory, exactly."""
         begun = time.perf_counter()
         self._taken = {process: counted(process) for process in self._workshop.processes}
         self._left = 0
@@ -74,9 +77,9 @@ class Account:
         self._due = ended + (ended - begun) / _SHARE
         return sum(taken.proportional for taken in self._taken.values())
 
-    def results(self) -> int:
-        """Bytes for results: what they have, and at least room for the one in use and the next one."""
-        return max(self._workshop.region.allocated, 2 * self._workshop.largest)
+    def shared(self) -> int:
+        """Bytes of shared memory: what is allocated for results, or more if processes share something else."""
+        return max(self._workshop.region.allocated, sum(taken.shared for taken in self._taken.values()))
 
     def own(self, stage: str) -> int:
         """The most bytes that one worker of a stage had for itself; of any stage where it has had none."""
@@ -88,26 +91,34 @@ class Account:
             self._most[stage] = max(self._most.get(stage, 0), own)
 
 
+def expect_counted() -> None:
+    """
+    Raises:
+        StateError: This system does not tell what processes take.
+    """
+    if not Path("/proc/self/smaps_rollup").exists():
+        raise StateError(
+            "this system has no /proc/self/smaps_rollup, so the memory of workers cannot be limited: give num_workers="
+        )
+
+
 def counted(process: int) -> Taken:
     """Nothing of a process that has ended."""
-    found = _kilobytes(process, "smaps_rollup", ("Pss", "Pss_Shmem", "Private_Clean", "Private_Dirty"))
-    mapped = _mapped(process)
-    return Taken(
-        proportional=found["Pss"] - found["Pss_Shmem"],
-        own=found["Private_Clean"] + found["Private_Dirty"],
-        anonymous=mapped["RssAnon"],
-        of_files=mapped["RssFile"],
-    )
+    found = _kilobytes(process, "smaps_rollup", ("Pss_Anon", "Pss_Shmem", "Private_Dirty"))
+    # Dirty pages of its own are anonymous ones, or of shared memory that no other process has touched.
+    own = min(found["Private_Dirty"], found["Pss_Anon"])
+    return Taken(proportional=found["Pss_Anon"], own=own, shared=found["Pss_Shmem"], mapped=mapped(process))
 
 
-def _mapped(process: int) -> dict[str, int]:
-    return _kilobytes(process, "status", ("RssAnon", "RssFile"))
+def mapped(process: int) -> int:
+    """Bytes of a process's anonymous pages: a cheap count."""
+    return _kilobytes(process, "status", ("RssAnon",))["RssAnon"]
 
 
 def _kilobytes(process: int, file: str, names: tuple[str, ...]) -> dict[str, int]:
     """Figures that the system gives in units of 1024 bytes, in bytes."""
     found = dict.fromkeys(names, 0)
-    with suppress(OSError):  # it has ended
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
         for line in Path(f"/proc/{process}/{file}").read_text().splitlines():
             name, _, rest = line.partition(":")
             if name in found:

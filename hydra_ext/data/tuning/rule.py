@@ -19,6 +19,7 @@ _LOSS = -0.01  # of it, below which workers that were taken come back
 _SPARE = 1.1  # workers beside those that the rate asks for
 _MOST = 2.0  # times the rate that one change is for, at most
 _LEAST = 1.06
+_TIMES = 2  # the workers of a stage, and one, at most after one change
 _LONGEST = 32  # intervals until something is tried again
 _PATIENCE = 4  # intervals in which a change is judged
 _CLEAR = 1.5  # standard errors that make an effect clear
@@ -191,7 +192,11 @@ def _raised(view: View, workers: tuple[int, ...], means: _Means, step: float) ->
     left, room = list(workers), view.limit - view.memory
     goal = means.rate * step
     while True:
-        short = [i for i, service in enumerate(means.services) if service and left[i] < goal * service]
+        short = [
+            i
+            for i, service in enumerate(means.services)
+            if service and left[i] < min(goal * service, _TIMES * workers[i] + 1)
+        ]
         if not short:
             return tuple(left)
         lowest = min(short, key=lambda i: left[i] / means.services[i])
@@ -213,12 +218,12 @@ def shed(view: View) -> tuple[int, ...]:
     """Takes workers away until what is left fits the limit, where one has most memory first. One of each stays."""
     left, memory = [stage.workers for stage in view.stages], view.memory
     while memory > view.limit:
-        able = [index for index, count in enumerate(left) if count > 1]
+        able = [index for index, count in enumerate(left) if count > 1 and view.stages[index].worker_bytes]
         if not able:
             break
         index = max(able, key=lambda index: view.stages[index].worker_bytes)
         left[index] -= 1
-        memory -= max(1, view.stages[index].worker_bytes)
+        memory -= view.stages[index].worker_bytes
     return tuple(left)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -77,8 +78,14 @@ class Consumer:
     def __init__(self) -> None:
         self.items = 0
         self.waited = 0.0  # seconds
+        self.gap = 0.0  # the most seconds between two items, in which it did not wait; the tuner sets it back
+        self._last = 0.0  # when it took an item
         self.refused: Callable[[], Exception] | None = None  # makes what is raised instead of the next item
 
     def took(self, waited: float) -> None:
+        now = time.perf_counter()
+        if self._last:
+            self.gap = max(self.gap, now - waited - self._last)
+        self._last = now
         self.items += 1
         self.waited += waited

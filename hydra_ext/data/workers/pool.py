@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Made:
-    """What a worker has made, and the seconds that it took."""
+    """What a worker has made, and the seconds that it was at work for it."""
 
     value: Any
     seconds: float
@@ -37,9 +38,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Raised:
-    """Why nothing was made."""
+    """Why nothing was made, and the seconds until that was known."""
 
     error: BaseException
+    seconds: float = 0.0
 
 
 Outcome = Made | Raised
@@ -167,11 +169,12 @@ class Pool:
         worker: Worker | None = None
         try:
             while (task := self._next()) is not None:
+                begun = time.perf_counter()
                 try:
                     worker = worker or self._make()
                     outcome: list[Outcome] = [worker.call(task, lambda task=task: self._is_next(task))]  # type: ignore[misc]
                 except BaseException as error:  # noqa: BLE001 - raised where the result is taken
-                    outcome = [Raised(error)]
+                    outcome = [Raised(error, time.perf_counter() - begun)]
                 self._finish(task, outcome)
                 del task, outcome  # a worker that waits keeps nothing alive
         finally:
@@ -193,7 +196,7 @@ class Pool:
         with self._changed:
             self._busy -= 1
             self._done += 1
+            self._seconds += outcome[0].seconds
             if isinstance(outcome[0], Made):
-                self._seconds += outcome[0].seconds
                 self._nbytes += outcome[0].nbytes
         self._tell(task, outcome)

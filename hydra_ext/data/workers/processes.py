@@ -267,21 +267,25 @@ class ProcessWorker:
         return self._connection
 
     def _call(self, connection: Connection, task: Task, is_next: Callable[[], bool]) -> Made:
+        begun, waited = time.perf_counter(), 0.0
         data, where = self._sent(task)
         connection.send(Take(task.place, data, where))
         answer: Ask | Done | Failed = connection.recv()
         block, sizes = None, list[int]()
         if isinstance(answer, Ask):
             sizes = list(answer.sizes)
+            asked = time.perf_counter()
             try:
                 block = self._workshop.room(self._name, contents.offsets(sizes)[1], is_next)
             except BaseException:  # re-raised
                 connection.send(Room(is_refused=True))
                 raise
+            waited = time.perf_counter() - asked
             connection.send(Room(None if block is None else block.begin))
             answer = connection.recv()
         if isinstance(answer, Done):
-            return _made(answer, block, sizes)
+            value, nbytes = _made(answer, block, sizes)
+            return Made(value, time.perf_counter() - begun - waited, nbytes)
         if isinstance(answer, Failed):
             raise self._failure(answer, task)
         raise StateError(f"stage {self._name!r}: internal error: a worker answered with {type(answer).__name__}")
@@ -314,10 +318,11 @@ class ProcessWorker:
         self._workshop.workers.pop(self._process, None)
 
 
-def _made(done: Done, block: _C.SharedBlock | None, sizes: Sequence[int]) -> Made:
+def _made(done: Done, block: _C.SharedBlock | None, sizes: Sequence[int]) -> tuple[Any, int]:
+    """What was made, and its bytes."""
     if block is None:
-        return Made(contents.loaded(done.data), done.seconds, len(done.data))
+        return contents.loaded(done.data), len(done.data)
     memory = memoryview(block)  # type: ignore[arg-type]  # typing knows buffers of C++ from Python 3.12 on
     begins = contents.offsets(sizes)[0]
     buffers = [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
-    return Made(contents.loaded(done.data, buffers), done.seconds, len(done.data) + memory.nbytes)
+    return contents.loaded(done.data, buffers), len(done.data) + memory.nbytes

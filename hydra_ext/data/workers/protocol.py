@@ -93,10 +93,9 @@ class Room:
 
 @dataclass(frozen=True)
 class Done:
-    """What the function has made, without the buffers, and the seconds that it took."""
+    """What the function has made, without the buffers."""
 
     data: bytes
-    seconds: float
 
 
 @dataclass(frozen=True)

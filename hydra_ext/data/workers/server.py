@@ -13,7 +13,6 @@ import mmap
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -116,7 +115,6 @@ def work(connection: Connection, region: memoryview, function: Any, broken: str)
     connection.send(Hello(os.getpid(), broken))
     while True:
         task: Take = connection.recv()
-        begun = time.perf_counter()
         try:
             # Its own copy: what it keeps is not written over, and what it changes is new again when it is tried again.
             own = [bytearray(region[begin : begin + size]) for begin, size in task.buffers]
@@ -128,7 +126,6 @@ def work(connection: Connection, region: memoryview, function: Any, broken: str)
         except BaseException as error:  # noqa: BLE001 - raised in the process that trains
             connection.send(_failed(error))
             continue
-        seconds = time.perf_counter() - begun
         if buffers:
             connection.send(Ask([buffer.nbytes for buffer in buffers]))
             room: Room = connection.recv()
@@ -139,7 +136,7 @@ def work(connection: Connection, region: memoryview, function: Any, broken: str)
             for buffer, offset in zip(buffers, contents.offsets([each.nbytes for each in buffers])[0], strict=True):
                 begin = (room.begin or 0) + offset
                 region[begin : begin + buffer.nbytes] = buffer
-        connection.send(Done(data, seconds))
+        connection.send(Done(data))
         del item, made, data, buffers
 
 

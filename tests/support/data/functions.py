@@ -200,6 +200,19 @@ class Slow:
         return rows(index)
 
 
+class SlowOrOdd:
+    """Waits, and then fails for even numbers."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, index: int) -> int:
+        time.sleep(self._seconds)
+        if index % 2 == 0:
+            raise ValueError(f"{index} is even")
+        return index
+
+
 class Grows:
     """Keeps some memory of each item once a file is there."""
 
