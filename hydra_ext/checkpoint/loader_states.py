@@ -109,7 +109,7 @@ class SavedLoader:
             tensor = empty(DTYPES[code], tuple(shape))
             if data:
                 bytes_of(tensor)[:] = data
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise BadValue(f"the tensor {name!r:.200} of the loader cannot be read: {error!r:.200}") from error
         return tensor
 

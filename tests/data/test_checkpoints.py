@@ -19,6 +19,7 @@ import hydra_ext
 from hydra_ext import data
 from hydra_ext.errors import CheckpointMismatch, UnsupportedState
 from support.data import checkpointed as bodies
+from support.data import functions
 from support.data.checkpointed import SAVED, STEPS, Piped, batches, dataset, model, plain, resumed, sgd, steps, weights
 from support.ranks import run_ranks
 
@@ -46,6 +47,28 @@ def torchdata() -> Any:
 def test_any_object_with_a_state_is_a_loader(make: Callable[[], Any], tmp_path: Path) -> None:
     expected = plain(make() if make is not shuffled else DataLoader(dataset(), batch_size=4, shuffle=True))
     assert all(map(torch.equal, resumed(make, tmp_path), expected))
+
+
+def drawn(sample: Any) -> torch.Tensor:
+    return torch.rand(2, generator=data.generator())
+
+
+@pytest.mark.parametrize("samples", [functions.Drawn(12), functions.Stream(12)])
+def test_the_epoch_behind_the_one_that_goes_on_has_the_generators_next_numbers(samples: Any) -> None:
+    def make() -> data.Loader:
+        made = torch.Generator().manual_seed(5)
+        return data.from_dataset(samples, 4, map=drawn, method="thread", generator=made)
+
+    with make() as loader:
+        given = iter(loader)
+        next(given)
+        state = loader.state_dict()
+        expected = [*given, *loader, *loader]
+    with make() as loader:
+        loader.load_state_dict(state)
+        found = [*loader, *loader, *loader]
+    assert len(found) == 2 + 3 + 3
+    assert all(map(torch.equal, found, expected))
 
 
 def ended_by_a_signal(folder: Path, taken: list[torch.Tensor]) -> None:
