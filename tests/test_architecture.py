@@ -47,7 +47,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("profile",),
     ("schedule",),
     ("plan",),
-    ("optim", "activations"),
+    ("optim", "activations", "tables"),
     ("checkpoint",),
     ("construction",),
     ("runtime",),

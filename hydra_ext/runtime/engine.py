@@ -18,6 +18,7 @@ from torch.autograd.variable import Variable
 
 from hydra_ext import _C
 from hydra_ext.runtime.replicas import Replicas
+from hydra_ext.tables.lookup import TableRows
 
 Seat = tuple[int, int] | None
 
@@ -27,12 +28,14 @@ class BackwardParticipant(Protocol):
 
     Attributes:
         backwards: Number of backwards that have begun and may accumulate gradients.
+        tables: Weights of which rows move.
     """
 
     core: _C.PagedModel
     model: nn.Module
     replicas: Replicas | None
     backwards: int
+    tables: Sequence[TableRows]
 
     def backward_ended(self, *, accumulated: bool, failed: bool = False) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...

@@ -38,6 +38,8 @@ from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
 from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.arguments import tensors_in
+from hydra_ext.tables.face import TableFace
+from hydra_ext.tables.lookup import TableRows
 from hydra_ext.tracing import not_traced
 
 if TYPE_CHECKING:
@@ -56,8 +58,8 @@ class Run:
         layout: Blocks of the model, and the modules that use them.
         replicas: Ranks that train copies of the model together; None without other ranks.
         fit: What chooses the treatment of activations; None where the user has.
-        version: Number of the weight version that modules show, where there are several; see
-            :class:`hydra_ext.blocks.Site`.
+        tables: Weights of which rows move.
+        version: Number of the weight version that modules show, if there are several (:class:`hydra_ext.blocks.Site`).
     """
 
     model: nn.Module
@@ -80,19 +82,18 @@ class Run:
         saving: Saving | None = None,
         heads: Heads | None = None,
         spilling: Spilling | None = None,
+        tables: Sequence[TableRows] = (),
     ):
-        self.budget = budget
-        self.device = place.device
+        self.budget, self.device = budget, place.device
         self._place = place
         self._saving = saving
         self._spilling = spilling
+        self.tables = tables
         self.model = model
         self.optimizer = None
         self.layout = layout
-        self.core = core
-        self.replicas = replicas
-        self.version = 0
-        self.backwards, self.spills = 0, spilling is not None
+        self.core, self.replicas = core, replicas
+        self.backwards, self.version, self.spills = 0, 0, spilling is not None
         self._averages = True  # whether the end of a backward averages gradients over the ranks
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
@@ -109,10 +110,11 @@ class Run:
 
     def report(self) -> Report:
         """Figures of the run so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self.layout, self._stepper, self._homes, self.replicas, budget=self.budget)
+        places = (self._homes, self.replicas, self.tables)
+        report = make_report(self.core, self.layout, self._stepper, *places, budget=self.budget)
         peak = self._place.peak_bytes()
-        report = report if peak is None else replace(report, peak_bytes=peak)
-        return report if self._saving is None else replace(report, activations=self._saving.report())
+        saved = None if self._saving is None else self._saving.report()
+        return replace(report, peak_bytes=report.peak_bytes if peak is None else peak, activations=saved)
 
     def plan(self) -> Plan:
         """How a step treats activations now, foreseen beside measured. ``str()`` of the plan is a table.
@@ -417,6 +419,9 @@ class Run:
             dress(face, host)
             self._faces[id(host)] = face
             self.core.gate.show(host, face)
+        for table in self.tables:
+            table.open()
+            self.core.gate.show(table.host, TableFace.of(table))
         for name, module in self.model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # scripted modules with parameters were refused
                 self.core.gate.watch(module._parameters, f"the parameters of '{name}'")
@@ -475,6 +480,8 @@ class Run:
                 stack.callback(self._saving.unhook)
             if self.fit is not None:
                 stack.callback(self.fit.heads.remove)
+            for table in self.tables:
+                stack.callback(table.close)
             stack.callback(sites.remove, self.layout.sites)
             stack.callback(compiled.leave, self)
             for handle in self._optimizer_handles:

@@ -58,6 +58,7 @@ class Updates:
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(owner.layout.blocks) for _, parameter in block.parameters
         }
+        self._own = {*self._block_of, *(table.weight for table in owner.layout.tables)}  # what clipping scales
         self._parts: list[list[int]] = []  # blocks of each part of the step being prepared
         self._outside_overlaps = False  # whether parameters outside the model overlap with its blocks
         self._scale = 1.0  # factor for the gradients of the model's own parameters
@@ -187,7 +188,7 @@ class Updates:
     def _run_outside(self, optimizer: HostOptimizer, part: PreparedStep) -> None:
         if self._scale != 1.0:
             for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
-                if parameter in self._block_of:
+                if parameter in self._own:
                     _C.scale_gradient(gradient, self._scale)
         part.plan.run(optimizer.pool)
         if self._outside_overlaps:
