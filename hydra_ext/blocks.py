@@ -53,10 +53,22 @@ class Site:
 
 @dataclass(frozen=True)
 class Table:
-    """A weight of which rows move, not the whole: it is in no block. With its name in the model."""
+    """A weight of which rows move, not the whole: it is in no block.
+
+    Attributes:
+        name: Its name in the model.
+        modules: Those that look rows up in it.
+        sparse: Whether they ask for sparse gradients.
+        dtype: Dtype of rows on the device; None for the weight's own.
+        gradient_dtype: Dtype in which gradients of rows leave the device; None for their own.
+    """
 
     name: str
     weight: nn.Parameter
+    modules: tuple[nn.Module, ...]
+    sparse: bool
+    dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
 
 
 @dataclass

@@ -40,7 +40,6 @@ from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, desc
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
 from hydra_ext.tables.discovery import find_tables
-from hydra_ext.tables.lookup import TableRows
 
 if TYPE_CHECKING:
     from hydra_ext.heads.calls import Heads
@@ -178,7 +177,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
         alone = self._host_limit is None and choose_group(self._process_group) is None
-        tables = find_tables(self._model, budget=self._budget, blocks=blocks) if alone else []
+        found = find_tables(self._model, budget=self._budget, blocks=blocks) if alone else []
+        tables = [replace(table, dtype=self._param_dtype, gradient_dtype=self._grad_dtype) for table in found]
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
         total -= sum(_face_bytes(table.weight, self._param_dtype) for table in tables)
         largest = block_limit(total, self._budget)
@@ -249,7 +249,6 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             saving=None if stash is None else self._make_saving(stash, entered),
             heads=self._make_heads(),
             spilling=spilling,
-            tables=self._make_tables(),
         )
         entered.add(self._run)
         try:
@@ -273,13 +272,6 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             gradients_stay=replicas is not None,
             saved_leave=self._activations.policy is not None,
         )
-
-    def _make_tables(self) -> list[TableRows]:
-        dtype, gradient_dtype = self._param_dtype, self._grad_dtype
-        return [
-            TableRows(table.name, table.weight, self._place.device, dtype=dtype, gradient_dtype=gradient_dtype)
-            for table in self._layout.tables
-        ]
 
     def _make_heads(self) -> Heads | None:
         planned = self._activations.planned

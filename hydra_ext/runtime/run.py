@@ -38,8 +38,9 @@ from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
 from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.arguments import tensors_in
-from hydra_ext.tables.face import TableFace
+from hydra_ext.tables.face import open_tables
 from hydra_ext.tables.lookup import TableRows
+from hydra_ext.tables.report import report_on
 from hydra_ext.tracing import not_traced
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Run:
     layout: Layout
     core: _C.PagedModel
     replicas: Replicas | None
+    tables: Sequence[TableRows]
     device: torch.device
     meter: StepMeter
 
@@ -82,15 +84,13 @@ class Run:
         saving: Saving | None = None,
         heads: Heads | None = None,
         spilling: Spilling | None = None,
-        tables: Sequence[TableRows] = (),
     ):
         self.budget, self.device = budget, place.device
         self._place = place
         self._saving = saving
         self._spilling = spilling
-        self.tables = tables
-        self.model = model
-        self.optimizer = None
+        self.tables = [TableRows(table, place.device) for table in layout.tables]
+        self.model, self.optimizer = model, None
         self.layout = layout
         self.core, self.replicas = core, replicas
         self.backwards, self.version, self.spills = 0, 0, spilling is not None
@@ -98,7 +98,6 @@ class Run:
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
         self.updates: Updates | None = None
-        self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
         self.fit = None if saving is None or heads is None else Fit(weakref.proxy(self), saving, heads, spilling)
@@ -110,11 +109,12 @@ class Run:
 
     def report(self) -> Report:
         """Figures of the run so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        places = (self._homes, self.replicas, self.tables)
-        report = make_report(self.core, self.layout, self._stepper, *places, budget=self.budget)
+        homes = None if self.updates is None else self.updates.homes
+        report = make_report(self.core, self.layout, self._stepper, homes, self.replicas, budget=self.budget)
         peak = self._place.peak_bytes()
         saved = None if self._saving is None else self._saving.report()
-        return replace(report, peak_bytes=report.peak_bytes if peak is None else peak, activations=saved)
+        peak = report.peak_bytes if peak is None else peak
+        return replace(report, peak_bytes=peak, tables=report_on(self.tables), activations=saved)
 
     def plan(self) -> Plan:
         """How a step treats activations now, foreseen beside measured. ``str()`` of the plan is a table.
@@ -293,6 +293,8 @@ class Run:
         See :mod:`hydra_ext.optim`.
         """
         self.core.moves.bring_all_home(from_disk=not self._checkpoint.reads_the_disk)
+        for table in self.tables:
+            table.settle()
 
     @property
     def steps(self) -> int:
@@ -419,9 +421,7 @@ class Run:
             dress(face, host)
             self._faces[id(host)] = face
             self.core.gate.show(host, face)
-        for table in self.tables:
-            table.open()
-            self.core.gate.show(table.host, TableFace.of(table))
+        open_tables(self.tables, self.core.gate, optimizer)
         for name, module in self.model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # scripted modules with parameters were refused
                 self.core.gate.watch(module._parameters, f"the parameters of '{name}'")
@@ -430,7 +430,7 @@ class Run:
             self._saving.hook()  # inside the sites' calls, where no fiber parks
         if self.fit is not None:
             self.fit.heads.install()
-        sites.install(self, self.layout.sites)
+        sites.install(self, self.layout)
         root.swap(self.model, self)
         compiled.join(self)
         self.optimizer = optimizer
@@ -440,7 +440,7 @@ class Run:
                 optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
             ]
         if isinstance(optimizer, HostOptimizer):
-            self._homes = Homes(
+            homes = Homes(
                 self.core,
                 self.layout,
                 optimizer,
@@ -448,7 +448,7 @@ class Run:
                 in_flight=self._place.gradient_bound(self.budget),
                 refusal=self._why_no_homes(casts),
             )
-            self.updates = Updates(self, optimizer, self._homes, self._spilling)
+            self.updates = Updates(self, optimizer, homes, self._spilling)
         engine.join(self)
 
     def _why_no_homes(self, casts: str) -> str:
@@ -482,7 +482,7 @@ class Run:
                 stack.callback(self.fit.heads.remove)
             for table in self.tables:
                 stack.callback(table.close)
-            stack.callback(sites.remove, self.layout.sites)
+            stack.callback(sites.remove, self.layout)
             stack.callback(compiled.leave, self)
             for handle in self._optimizer_handles:
                 stack.callback(handle.remove)

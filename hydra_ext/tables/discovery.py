@@ -39,7 +39,7 @@ def find_tables(model: nn.Module, *, budget: int, blocks: Sequence[nn.Module | s
     inside = {module for outer in _whole(model, whole) for module in outer.modules()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [
-        Table(names[parameter], parameter)
+        Table(names[parameter], parameter, tuple(modules), all(module.sparse for module in modules))
         for parameter, modules in users.items()
         if parameter.numel() > 0
         and all(_looks_up(module) and module not in inside for module in modules)

@@ -20,8 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hydra_ext import _C
+from hydra_ext.blocks import Table
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.optim import rows as by_rows
+from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.state.layout import Layout
+from hydra_ext.tables import watching
+from hydra_ext.tables.row_steps import RowSteps
 
 
 class TableRows:
@@ -34,35 +39,44 @@ class TableRows:
         dtype: Dtype of rows on the device.
         moved_bytes: Bytes of rows copied from host to device.
         gradient_bytes: Bytes of gradients of rows copied from device to host.
+        steps: Steps of a native optimizer by rows; None if steps read a gradient of the whole table.
         moved_back_bytes: Bytes of rows that ``max_norm`` has changed, copied from device to host.
     """
 
-    def __init__(
-        self,
-        name: str,
-        host: nn.Parameter,
-        device: torch.device,
-        *,
-        dtype: torch.dtype | None = None,
-        gradient_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.name = name
-        self.host = host
+    def __init__(self, table: Table, device: torch.device) -> None:
+        self.name = table.name
+        self.host = table.weight
         self.device = device
-        self.dtype = host.dtype if dtype is None else dtype
-        self._gradient_dtype = gradient_dtype
+        self.dtype = self.host.dtype if table.dtype is None else table.dtype
+        self._gradient_dtype = table.gradient_dtype
+        self._sparse = table.sparse
         self.moved_bytes = 0
         self.gradient_bytes = 0
         self.moved_back_bytes = 0
+        self.steps: RowSteps | None = None
         self._sums: _Sums | None = None
         self._log: Callable[[], OverwrittenRows | None] = lambda: None
 
-    def open(self) -> None:
-        """The context begins. :meth:`close` ends it."""
-        if self.device.type == "cpu" and self.host.requires_grad:
-            self._sums = _Sums(self.host)
+    def open(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """The context begins, in which this optimizer makes the steps. :meth:`close` ends it."""
+        host = self.host
+        if self.device.type == "cpu" and host.requires_grad:
+            self._sums = _Sums(host)
+        casts = self.dtype != host.dtype or self._gradient_dtype is not None
+        native = isinstance(optimizer, HostOptimizer) and optimizer.can_step_rows(host)
+        if native and host.requires_grad and not self._sparse and not casts and watching.can_be_watched(host):
+            self.steps = RowSteps(host)
+            by_rows.mark(host)
+
+    def settle(self) -> None:
+        """Brings all rows on the host up to date."""
+        if self.steps is not None:
+            self.steps.settle()
 
     def close(self) -> None:
+        self.settle()
+        self.steps = None
+        by_rows.unmark(self.host)
         if self._sums is not None:
             self._sums.close()
             self._sums = None
@@ -120,7 +134,9 @@ class TableRows:
             rows, places = torch.unique(given.detach(), return_inverse=True)
             rows = rows.to("cpu", torch.int64)
             if len(rows) == 0:
-                rows = torch.zeros(1, dtype=torch.int64)  # torch's operations want a row, also for no index
+                rows = torch.zeros(
+                    1, dtype=torch.int64, device="cpu"
+                )  # torch's operations want a row, also for no index
         if rows[0] < 0 or rows[-1] >= len(self.host):
             raise IndexError(
                 f"index out of range in self: '{self.name}' has {len(self.host)} rows, and was asked for "
@@ -147,15 +163,27 @@ class TableRows:
 
     def _copied(self, rows: Tensor) -> Tensor:
         """The rows on the device."""
-        host = self.host.detach()
+        if self.steps is not None:
+            self.steps.catch_up(rows)
+        host = self._numbers()
         if self.device.type == "cpu":
             taken = host.index_select(0, rows).to(self.dtype)
         else:
-            taken = torch.empty((len(rows), *host.shape[1:]), dtype=host.dtype, pin_memory=True)
+            taken = torch.empty((len(rows), *host.shape[1:]), dtype=host.dtype, device="cpu", pin_memory=True)
             torch.index_select(host, 0, rows, out=taken)
             taken = taken.to(self.dtype).to(self.device, non_blocking=True)
         self.moved_bytes += taken.nbytes
         return taken
+
+    def _numbers(self) -> Tensor:
+        """The table as it lies on the host: rows may have missed steps."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.host.detach()
+
+    def write(self, rows: Tensor, numbers: Tensor) -> None:
+        """Writes rows that are up to date."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.host.index_copy_(0, rows, numbers)
 
     def _renormalise(self, rows: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
         """Does to the rows, here and on the host, what torch does with ``max_norm`` before it looks them up."""
@@ -176,8 +204,8 @@ class TableRows:
         with _C.Uncharged():
             places = rows[changed.to("cpu")]
             if log is not None:
-                log.add(places, self.host.detach()[places])
-            self.host.index_copy_(0, places, written.to("cpu"))
+                log.add(places, self._numbers()[places])
+            self.write(places, written.to("cpu"))
 
     def log_overwritten(self) -> OverwrittenRows:
         """A log of the rows that forwards write to from now on, while the caller keeps it."""
@@ -205,7 +233,11 @@ class TableRows:
                     is_coalesced=gradient.is_coalesced(),
                 )
         values = self._on_host(gradient)
-        with _C.Uncharged():
+        with _C.Uncharged(), torch._C.DisableTorchFunctionSubclass():
+            if self.steps is not None:
+                return torch.sparse_coo_tensor(
+                    rows[None], values, host.shape, check_invariants=False, is_coalesced=True
+                )
             return torch.zeros_like(host).index_copy_(0, rows, values)
 
     def _on_host(self, values: Tensor) -> Tensor:
@@ -239,7 +271,7 @@ class OverwrittenRows:
     def undo(self, first: int) -> None:
         """Undoes the writes from number ``first`` on."""
         while len(self._writes) > first:
-            self._table.host.index_copy_(0, *self._writes.pop())
+            self._table.write(*self._writes.pop())
 
 
 class _Take(torch.autograd.Function):

@@ -36,7 +36,9 @@ class Recommender(nn.Module):
         found = self.bottom(self.one(batch["one"]))
         if self.twice:  # after a block, so that two pieces of a round's graph lead to the table
             found = found * self.one(batch["again"])
-        return self.top(torch.cat([found, self.bags(*batch["bags"], **batch.get("weights", {}))], dim=1)).squeeze(1)
+        return self.top(
+            torch.cat([found, self.bags(batch["indices"], batch["offsets"], batch.get("weights"))], dim=1)
+        ).squeeze(1)
 
 
 def batches(count: int, *, seed: int = 0, weighted: bool = False, last_offset: bool = False) -> list[Batch]:
@@ -52,11 +54,12 @@ def batches(count: int, *, seed: int = 0, weighted: bool = False, last_offset: b
         batch = {
             "one": one,
             "again": again,
-            "bags": (indices, offsets if last_offset else offsets[:-1]),
+            "indices": indices,
+            "offsets": offsets if last_offset else offsets[:-1],
             "target": torch.randn(BATCH, generator=made),
         }
         if weighted:
-            batch["weights"] = {"per_sample_weights": torch.randn(len(indices), generator=made)}
+            batch["weights"] = torch.randn(len(indices), generator=made)
         found.append(batch)
     return found
 
@@ -106,8 +109,8 @@ def train(
             else:
                 for batch in group:
                     loss = loss_of(batch)
-                    found.losses.append(loss.detach())
                     (loss / accumulate).backward()
+                    found.losses.append(loss.detach().clone())  # outside, where it is no memory of the device
                 found.gradients = [p.grad if p.grad is None else copied(p.grad) for p in model.parameters()]
                 optimizer.step()
                 optimizer.zero_grad()
@@ -156,4 +159,4 @@ def bits(tensor: Tensor) -> Tensor:
 def rows_of(given: Sequence[Batch], *, unique: bool) -> int:
     """Rows that the batches look up in both tables, each once a call, or each as often as it is named."""
     count = (lambda indices: len(indices.unique())) if unique else len
-    return sum(count(batch["one"]) + count(batch["bags"][0]) for batch in given)
+    return sum(count(batch["one"]) + count(batch["indices"]) for batch in given)

@@ -78,8 +78,9 @@ def test_every_form_has_the_bits_of_plain_pytorch(sparse: bool, form: str, way: 
     plain, ours = both(sparse, form, adagrad, way=way)
     expect_same(ours, plain, gradients=way == "loop")
     assert ours.report is not None
-    assert ours.report.tables == ("one.weight", "bags.weight")
-    assert ours.report.table_bytes == 2 * ROWS * WIDTH * 4 >= 10 * BUDGET
+    assert ours.report.tables is not None
+    assert ours.report.tables.names == ("one.weight", "bags.weight")
+    assert ours.report.tables.nbytes == 2 * ROWS * WIDTH * 4 >= 10 * BUDGET
 
 
 @pytest.mark.parametrize(
@@ -90,17 +91,19 @@ def test_every_form_has_the_bits_of_plain_pytorch(sparse: bool, form: str, way: 
 def test_optimizers_step_the_tables(sparse: bool, make: Optimizer) -> None:
     for way in ("loop", "step"):
         plain, ours = both(sparse, "usual", make, way=way)
-        expect_same(ours, plain, gradients=way == "loop")
+        expect_same(ours, plain, gradients=way == "loop" and make is not adamw)
 
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_rows_move_not_tables(sparse: bool) -> None:
     given = batches(6)
     for way in ("loop", "step"):
-        ours = train(Recommender(sparse=sparse), sgd, given, accumulate=2, budget=BUDGET, way=way).report
+        report = train(Recommender(sparse=sparse), sgd, given, accumulate=2, budget=BUDGET, way=way).report
+        assert report is not None
+        ours = report.tables
         assert ours is not None
         assert ours.rows_moved_bytes == rows_of(given, unique=True) * WIDTH * 4
-        assert ours.row_gradients_moved_bytes == rows_of(given, unique=not sparse) * WIDTH * 4
+        assert ours.gradients_moved_bytes == rows_of(given, unique=not sparse) * WIDTH * 4
         assert ours.rows_written_back_bytes == 0
 
 
@@ -111,24 +114,29 @@ def test_transfers_may_end_late(seed: int) -> None:
     expect_same(ours, plain, gradients=seed % 2 == 0)
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_microbatches_of_a_round_are_computed_again(sparse: bool) -> None:
-    plain, ours = both(sparse, "twice", adagrad, accumulate=4, way="step", step={"recompute": True, "round_size": 4})
+@pytest.mark.parametrize(("sparse", "make"), [(True, adagrad), (False, adamw)], ids=["sparse", "dense"])
+def test_microbatches_of_a_round_are_computed_again(sparse: bool, make: Optimizer) -> None:
+    plain, ours = both(sparse, "twice", make, accumulate=4, way="step", step={"recompute": True, "round_size": 4})
     expect_same(ours, plain, gradients=False)
     assert ours.report is not None
     assert ours.report.rounds > 0
 
 
-def test_a_round_that_runs_out_of_memory_leaves_no_trace() -> None:
-    options = {"max_norm": 2.0, "twice": True}
-    given = batches(16)
-    torch.manual_seed(5)
-    plain = train(Recommender(sparse=True, **options), sgd, given, accumulate=8)
-    torch.manual_seed(5)
-    ours = train(Recommender(sparse=True, **options), sgd, given, accumulate=8, budget=BUDGET, way="step")
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_round_that_wrote_rows_leaves_no_trace(sparse: bool) -> None:
+    """With max_norm the forward writes to tables, so microbatches cannot share a round: what one wrote is undone."""
+    options: dict[str, Any] = {"max_norm": 2.0, "twice": True}
+    given = batches(8)
+    found = []
+    for each in ({}, {"budget": 4 * BUDGET, "way": "step", "step": {"round_size": 4, "recompute": False}}):
+        torch.manual_seed(5)
+        found.append(train(Recommender(sparse=sparse, **options), sgd, given, accumulate=4, **each))
+    plain, ours = found
     expect_same(ours, plain, gradients=False)
     assert ours.report is not None
-    assert ours.report.retries + ours.report.refusals > 0
+    assert ours.report.tables is not None
+    assert ours.report.refusals == 1
+    assert ours.report.tables.rows_written_back_bytes > 0
 
 
 def test_sparse_adam_and_another_optimizer_share_a_model() -> None:

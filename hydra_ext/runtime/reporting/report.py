@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ from hydra_ext import _C
 from hydra_ext.activations.report import StashReport
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.replicas import Replicas
-from hydra_ext.tables.lookup import TableRows
+from hydra_ext.tables.report import TableReport
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,7 @@ class Report:
         ranks: Number of ranks that train copies of the model together.
         reduced_bytes: Bytes of gradients that this rank has averaged with the others.
         waited_for_ranks_seconds: Time that this rank waited for the others, without the waits of a GPU's streams.
-        tables: Names of the weights of which rows move.
-        table_bytes: Bytes of these weights on the host. They are in no block.
-        rows_moved_bytes: Rows copied from host to device.
-        rows_written_back_bytes: Rows that ``max_norm`` has changed, copied from device to host.
-        row_gradients_moved_bytes: Gradients of rows copied from device to host.
+        tables: Report on weights of which rows move; None if there are none.
         activations: Report on saved tensors; None without ``activations=``.
     """
 
@@ -122,11 +117,7 @@ class Report:
     ranks: int
     reduced_bytes: int
     waited_for_ranks_seconds: float
-    tables: tuple[str, ...]
-    table_bytes: int
-    rows_moved_bytes: int
-    rows_written_back_bytes: int
-    row_gradients_moved_bytes: int
+    tables: TableReport | None = None
     activations: StashReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -170,11 +161,8 @@ class Report:
                 f"{_mib(self.disk_read_bytes)} read, {_mib(self.disk_written_bytes)} written, "
                 f"{self.waited_for_disk_seconds:.3f} s waited for"
             )
-        if self.tables:
-            lines.append(
-                f"tables   {len(self.tables)}, {_mib(self.table_bytes)} on the host: rows in "
-                f"{_mib(self.rows_moved_bytes)}, gradients out {_mib(self.row_gradients_moved_bytes)}"
-            )
+        if self.tables is not None:
+            lines.append(f"tables   {self.tables}")
         if self.ranks > 1:
             lines.append(
                 f"ranks    {self.ranks}, gradients averaged {_mib(self.reduced_bytes)}, "
@@ -215,7 +203,6 @@ def make_report(
     steps: StepCounts,
     homes: HomeChoice | None,
     replicas: Replicas | None,
-    tables: Sequence[TableRows],
     *,
     budget: int,
 ) -> Report:
@@ -268,9 +255,4 @@ def make_report(
         ranks=1 if replicas is None else replicas.size,
         reduced_bytes=0 if replicas is None else replicas.reduced_bytes,
         waited_for_ranks_seconds=0.0 if replicas is None else replicas.waited_seconds,
-        tables=tuple(table.name for table in tables),
-        table_bytes=sum(table.host.nbytes for table in tables),
-        rows_moved_bytes=sum(table.moved_bytes for table in tables),
-        rows_written_back_bytes=sum(table.moved_back_bytes for table in tables),
-        row_gradients_moved_bytes=sum(table.gradient_bytes for table in tables),
     )
