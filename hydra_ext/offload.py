@@ -324,6 +324,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if group is None:
             check_parameters(self._model, self._optimizer)
             return None
+        if self._layout.tables:
+            raise StateError(
+                f"the rows of '{self._layout.tables[0].name}' move by themselves, and ranks would not average their "
+                "gradient: initialise torch.distributed before hydra_ext.offload(...), so that tables move whole, or "
+                "give process_group=False"
+            )
         replicas = Replicas(group, self._place.device)
         replicas.together(lambda: check_parameters(self._model, self._optimizer))
         dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"

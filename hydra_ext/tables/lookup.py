@@ -75,6 +75,8 @@ class TableRows:
 
     def close(self) -> None:
         self.settle()
+        if by_rows.has_rows(self.host) and self.host.grad is not None:
+            self.host.grad = self.host.grad.to_dense()
         self.steps = None
         by_rows.unmark(self.host)
         if self._sums is not None:

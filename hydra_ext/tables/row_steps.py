@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from hydra_ext.optim.rows import RowStep
 from hydra_ext.tables import watching
 
 _MOST_BEHIND = 64  # steps; then the whole table catches up
-_ROWS_AT_ONCE = 1 << 12  # of a table that catches up: their numbers stay in a core's cache
 
 
 class RowSteps:
@@ -37,121 +37,74 @@ class RowSteps:
         self.caught_up = 0
         self._weight = weight
         self._lock = threading.RLock()
-        self._missed: list[RowStep] = []  # steps that some rows have not made
-        self._made = torch.zeros(len(weight), dtype=torch.int64, device="cpu")  # how many of them each row has made
+        self._made = torch.zeros(len(weight), dtype=torch.int32, device="cpu")  # steps that each row has made
+        self._missed = _Missed(0, ())
         self._pool: _C.ThreadPool | None = None
-        self._watched: tuple[Tensor, ...] = ()
-        self._unfinished: tuple[_Part, Tensor, int] | None = None
+        self._tensors: tuple[Tensor, ...] = ()  # the table and its moments, while rows are behind
 
     def step(self, step: RowStep, rows: Tensor, values: Tensor, pool: _C.ThreadPool) -> None:
         """Makes a step. ``values`` is the gradient of these rows, each once; that of all others is zero."""
+        tensors = (self._weight, *step.moments)
         with self._inside():
-            if self._missed and not _are_same(self._missed[-1].moments, step.moments):
+            if not _are_same(tensors, self._tensors):
                 self.settle()
-            self._pool = pool
             self.catch_up(rows)
-            part = _Part(self._weight, step.moments, rows)
-            part.run(step.scalars, values, len(rows), pool)
             if not step.resting or step.moments:  # else no other row changes
-                self._missed.append(step)
-            self._put_back(part, rows)
-            if not self._missed:
-                return
-            tensors = (self._weight, *step.moments)
-            self._watch(tensors)
-            if len(self._missed) == _MOST_BEHIND or not all(map(watching.is_alone, tensors)):
+                self._pool = pool
+                self._watch(tensors)
+                self._missed = self._missed.and_then(step)
+            _C.step_rows(list(tensors), rows, self._made, step.scalars, values.contiguous(), self._missed.end, pool)
+            if len(self._missed.steps) == _MOST_BEHIND or not all(map(watching.is_alone, self._tensors)):
                 self.settle()
 
     def catch_up(self, rows: Tensor) -> None:
         """Brings rows, each named once, up to date."""
         with self._inside():
-            self._catch_up(rows[self._made[rows] < len(self._missed)])
+            if self._missed.steps and self._pool is not None:
+                first, steps = self._missed.first, list(self._missed.steps)
+                _C.catch_up_rows(list(self._tensors), rows, self._made, first, steps, self._pool)
 
     def settle(self) -> None:
         """Brings all rows up to date."""
         with self._inside():
-            if not self._missed:
-                return
-            self.caught_up += 1
-            behind = (self._made < len(self._missed)).nonzero().squeeze(1)
-            for rows in torch.split(behind, _ROWS_AT_ONCE):
-                self._catch_up(rows)
-            self._missed.clear()
-            self._made.zero_()
+            if self._missed.steps:
+                self.caught_up += 1
+                self.catch_up(torch.arange(len(self._made), device="cpu"))
+                self._missed = _Missed(self._missed.end, ())
             self._watch(())
 
-    def _catch_up(self, rows: Tensor) -> None:
-        if len(rows) == 0 or self._pool is None:
-            return
-        end, moments = len(self._missed), self._missed[-1].moments
-        if all(step.resting for step in self._missed):
-            moving = torch.stack([moment[rows].view(torch.int32).any(dim=1) for moment in moments]).any(dim=0)
-            self._made[rows[~moving]] = end
-            rows = rows[moving]
-            if len(rows) == 0:
-                return
-        made = self._made[rows]
-        made, order = made.sort()
-        part = _Part(self._weight, moments, rows[order])
-        zeros = torch.zeros_like(part.weights)
-        first = int(made[0])
-        counts = torch.searchsorted(made, torch.arange(first, end, device="cpu"), right=True).tolist()
-        for step, count in zip(self._missed[first:], counts, strict=True):
-            part.run(step.scalars, zeros, count, self._pool)
-        self._put_back(part, part.rows)
-
-    def _put_back(self, part: _Part, rows: Tensor) -> None:
-        """Writes rows that have made all steps. If an interrupt ends this, the next call from outside repeats it."""
-        self._unfinished = part, rows, len(self._missed)
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._unfinished is not None:
-            part, rows, made = self._unfinished
-            part.put_back()
-            self._made[rows] = made
-            self._unfinished = None
+    def _watch(self, tensors: tuple[Tensor, ...]) -> None:
+        if not _are_same(tensors, self._tensors):
+            for tensor in self._tensors:
+                watching.unwatch(tensor)
+            self._tensors = tensors
+            for tensor in tensors:
+                watching.watch(tensor, self.settle)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        alone, unwatched, host = torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged()
-        with self._lock, alone, unwatched, host:
-            self._finish()
+        with self._lock, torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged():
             yield
 
-    def _watch(self, tensors: tuple[Tensor, ...]) -> None:
-        if _are_same(tensors, self._watched):
-            return
-        for tensor in self._watched:
-            watching.unwatch(tensor)
-        for tensor in tensors:
-            watching.watch(tensor, self.settle)
-        self._watched = tensors
 
+@dataclass(frozen=True)
+class _Missed:
+    """Steps that some rows have not made.
 
-class _Part:
-    """Some rows of a table and of its moments, gathered."""
+    Attributes:
+        first: Number of steps before them, which all rows have made.
+        steps: The rule's numbers of each, and whether a row at rest does not change.
+    """
 
-    def __init__(self, table: Tensor, moments: Sequence[Tensor], rows: Tensor) -> None:
-        self._tensors = (table, *moments)
-        self.rows = rows
-        self._parts = [tensor.index_select(0, rows) for tensor in self._tensors]
+    first: int
+    steps: tuple[tuple[_C.AdamStep | _C.SgdStep, bool], ...]
 
     @property
-    def weights(self) -> Tensor:
-        return self._parts[0]
+    def end(self) -> int:
+        return self.first + len(self.steps)
 
-    def run(self, scalars: _C.AdamStep | _C.SgdStep, gradient: Tensor, count: int, pool: _C.ThreadPool) -> None:
-        """Makes a step of the first ``count`` rows."""
-        weights, *moments = (part[:count] for part in self._parts)
-        first, second = (*moments, None, None)[:2]
-        plan = _C.TensorPlan()
-        plan.add(scalars, weights, gradient[:count], first_moment=first, second_moment=second)
-        plan.run(pool)
-
-    def put_back(self) -> None:
-        for tensor, part in zip(self._tensors, self._parts, strict=True):
-            tensor.index_copy_(0, self.rows, part)
+    def and_then(self, step: RowStep) -> _Missed:
+        return replace(self, steps=(*self.steps, (step.scalars, step.resting)))
 
 
 def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
