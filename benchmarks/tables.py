@@ -130,8 +130,9 @@ def measure(case: str, rows: int, rounds: int) -> str:
     middle = {way: 1e3 * statistics.median(values) for way, values in seconds.items()}
     moved = tables.rows_moved_bytes + tables.gradients_moved_bytes
     moved_whole = whole.weights_moved_bytes + whole.gradients_moved_bytes
+    found = f"bits {'equal' if equal else 'DIFFER'}, rows {'as' if counted else 'NOT AS'} counted"
     return (
-        f"{case:7} bits {'equal' if equal else 'DIFFER'}, rows {'as' if counted else 'NOT AS'} counted  ms a step: plain {middle['plain']:.2f}, rows "
+        f"{case:7} {found}  ms a step: plain {middle['plain']:.2f}, rows "
         f"{middle['rows']:.2f}, whole {middle['whole']:.2f} (identical runs {(high - low) / 2:.1%})  KiB a step: rows "
         f"{moved / steps / 1024:,.0f}, whole {moved_whole / steps / 1024:,.0f}  budget "
         f"{ours.budget_bytes / 2**20:.1f} MiB of {tables.nbytes / 2**20:.1f}, whole {whole.budget_bytes / 2**20:.1f}"

@@ -195,7 +195,7 @@ def test_embeddings_that_share_a_weight_are_one_table() -> None:
 def test_ranks_that_meet_after_the_tables_were_chosen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     context = hydra_ext.offload(Recommender(sparse=True), budget=BUDGET, device="simulated")
     monkeypatch.setattr(sys.modules["hydra_ext.offload"], "choose_group", lambda _: object())
-    with pytest.raises(StateError, match="'one.weight' move by themselves"), context:
+    with pytest.raises(StateError, match=r"'one\.weight' move by themselves"), context:
         pass
     with pytest.raises(BudgetTooSmall, match="'one'"):
         hydra_ext.offload(Recommender(sparse=True), budget=BUDGET, device="simulated")
