@@ -20,7 +20,7 @@ from hydra_ext.tracing import nothing_traced
 
 # Properties and methods that need no bytes.
 _PROPERTIES = {"device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize"}
-_PROPERTIES |= {"layout", "nbytes", "ndim", "requires_grad", "shape"}
+_PROPERTIES |= {"layout", "nbytes", "ndim", "shape"}
 _METHODS: set[Callable[..., Any]] = {
     Tensor.__hash__,
     Tensor.__len__,
@@ -38,6 +38,7 @@ _METHODS: set[Callable[..., Any]] = {
     torch.is_inference,
     torch.numel,
 }
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class TableFace(Tensor):
@@ -71,19 +72,21 @@ class TableFace(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        face = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, TableFace)), None)
-        if face is not None and func is functional.embedding:
+        face = _face_in((*args, *(kwargs or {}).values()))
+        if func is functional.embedding:
             return face.rows.embedding(*_without(face, args), **(kwargs or {}))
-        if face is not None and func is functional.embedding_bag:
+        if func is functional.embedding_bag:
             return face.rows.embedding_bag(*_without(face, args), **(kwargs or {}))
+        if func == _REQUIRES_GRAD:
+            return face.rows.host.requires_grad
         if _needs_no_bytes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise _reads_the_whole("a table" if face is None else f"'{face.rows.name}'", getattr(func, "__name__", func))
+        raise _reads_the_whole(face, getattr(func, "__name__", func))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _reads_the_whole("a table", func)
+        raise _reads_the_whole(_face_in((*args, *(kwargs or {}).values())), func)
 
 
 def open_tables(tables: Sequence[TableRows], gate: _C.WindowGate, optimizer: torch.optim.Optimizer | None) -> None:
@@ -101,12 +104,18 @@ def _needs_no_bytes(func: Callable[..., Any]) -> bool:
 def _without(face: TableFace, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments without the weight, which is the second one."""
     if len(args) < 2 or args[1] is not face:
-        raise _reads_the_whole(f"'{face.rows.name}'", "an embedding whose second argument is not the table")
+        raise _reads_the_whole(face, "an embedding whose second argument is not the table")
     return (args[0], *args[2:])
 
 
-def _reads_the_whole(name: str, what: object) -> UnsupportedModel:
+def _face_in(values: Sequence[Any]) -> TableFace:
+    """The first face among arguments, of which there is one."""
+    inner = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+    return next(each for group in inner for each in group if isinstance(each, TableFace))
+
+
+def _reads_the_whole(face: TableFace, what: object) -> UnsupportedModel:
     return UnsupportedModel(
-        f"the forward uses {name} in {what}, but only rows of it are on the device, which its module looks up: name "
-        "the table's module in blocks= of hydra_ext.offload, so that it moves whole"
+        f"the forward uses '{face.rows.name}' in {what}, but only rows of it are on the device, which its module looks "
+        "up: name the table's module in blocks= of hydra_ext.offload, so that it moves whole"
     )

@@ -6,6 +6,7 @@ that share its memory would read it without that; :func:`is_alone` says whether 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,18 +65,12 @@ class _Watched(Tensor):
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _settling[id(self)][1]()
-        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        object.__setattr__(copied, "__class__", _plain(self))
-        return copied
+        _settling[id(self)][1]()  # which gives the tensor its own class back
+        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the tensor as one of the class that it has outside."""
         _settling[id(self)][1]()
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.as_subclass(Tensor)
-        shown = plain if _plain(self) is Tensor else nn.Parameter(plain, self.requires_grad)
-        return shown.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.__reduce_ex__(protocol)
 
 
 class _WatchedParameter(_Watched, nn.Parameter):

@@ -53,7 +53,7 @@ READS: dict[str, Callable[[nn.Embedding], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_other_reads_of_a_table_raise(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=r"'model.one.weight'|a table") as raised:
+    with pytest.raises(UnsupportedModel, match=r"the forward uses 'model\.one\.weight' in") as raised:
         read_by(READS[name])
     assert "blocks= of hydra_ext.offload" in str(raised.value)
 
@@ -67,6 +67,18 @@ def test_what_needs_no_bytes_works() -> None:
     assert read_by(read) == (torch.Size([ROWS, WIDTH]), torch.float32, torch.device("cpu"), True, ROWS * WIDTH, 1)
     assert read_by(lambda one: isinstance(one.weight, nn.Parameter))
     assert "model.one.weight" in read_by(lambda one: repr(one.weight))
+
+
+def test_a_table_may_be_frozen_inside() -> None:
+    reader = Reader(lambda one: one.weight.requires_grad)
+    with hydra_ext.offload(reader, budget=BUDGET, device="simulated"):
+        assert reader(*batches(1))[1] is True
+        reader.model.one.weight.requires_grad_(False)
+        result, trained = reader(*batches(1))
+        assert trained is False
+        result.sum().backward()
+    assert reader.model.one.weight.grad is None
+    assert reader.model.bags.weight.grad is not None
 
 
 def test_attributes_of_the_parameter_are_seen() -> None:

@@ -118,11 +118,13 @@ READERS: dict[str, Callable[[Recommender, HostOptimizer, Run | None], list[Tenso
     "optimizer's state": lambda model, optimizer, run: [
         value.clone() for _, state in sorted(optimizer.state_dict()["state"].items()) for value in state.values()
     ],
-    "copy": lambda model, _, run: [copy.deepcopy(model).one.weight.detach(), copy.deepcopy(model.bags).weight.detach()],
+    "copy": lambda model, _, run: [copy.deepcopy(model.bags).weight.detach(), copy.deepcopy(model).one.weight.detach()],
+    "copied moments": lambda model, optimizer, run: list(copy.deepcopy(optimizer.state[model.one.weight]).values()),
     "pickle": lambda model, optimizer, run: [
+        torch.load(_saved(model.one.weight)).detach(),
+        *torch.load(_saved(optimizer.state[model.bags.weight])).values(),
         torch.load(_saved(model.bags.state_dict()))["weight"],
         *torch.load(_saved(optimizer.state_dict()))["state"][1].values(),
-        torch.load(_saved(model.one.weight)).detach(),
     ],
     "written": lambda model, _, run: [_doubled(model.one.weight)],
     "trained anew": lambda model, _, run: [model.one.weight.requires_grad_(True).detach().clone()],
