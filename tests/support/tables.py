@@ -34,8 +34,10 @@ class Recommender(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         found = self.bottom(self.one(batch["one"]))
-        if self.twice:  # after a block, so that two pieces of a round's graph lead to the table
-            found = found * self.one(batch["again"])
+        if self.twice:
+            # After a block, so that two pieces of a round's graph lead to the table. The gradient of a part of a
+            # concatenation has gaps.
+            found = torch.cat([found[:, : WIDTH // 2], self.one(batch["again"])], dim=1)[:, :WIDTH] * found
         return self.top(
             torch.cat([found, self.bags(batch["indices"], batch["offsets"], batch.get("weights"))], dim=1)
         ).squeeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -163,4 +164,36 @@ def test_sparse_adam_and_another_optimizer_share_a_model() -> None:
         return [*model.parameters(), *(state["exp_avg_sq"] for state in of_tables.state.values())]
 
     for ours, plain in zip(go(BUDGET), go(None), strict=True):
+        assert ours.equal(plain)
+
+
+def test_tables_get_their_numbers_on_entering() -> None:
+    for build in (lambda: Recommender(sparse=True), lambda: nn.Embedding(ROWS, WIDTH)):
+        torch.manual_seed(3)
+        plain = build()
+        torch.manual_seed(3)
+        ours = hydra_ext.materialize(build)
+        with hydra_ext.offload(ours, budget=BUDGET, device="simulated") as run:
+            assert run.report().tables is not None
+        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert one.equal(other)
+
+
+@pytest.mark.full
+def test_a_compiled_model_looks_rows_up() -> None:
+    found = []
+    for budget in (None, BUDGET):
+        torch.manual_seed(5)
+        model = Recommender(sparse=False)
+        compiled = torch.compile(model, backend="eager")
+        optimizer = adamw(model.parameters())
+        with (
+            nullcontext() if budget is None else hydra_ext.offload(model, optimizer, budget=budget, device="simulated")
+        ):
+            for batch in batches(3):
+                nn.functional.mse_loss(compiled(batch), batch["target"]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([parameter.detach() for parameter in model.parameters()])
+    for ours, plain in zip(*found, strict=True):
         assert ours.equal(plain)
