@@ -16,7 +16,7 @@ from hydra_ext import _C
 from hydra_ext.errors import InvalidOptimizer
 from hydra_ext.optim import checks, masters, threads
 from hydra_ext.optim.layout import as_parameter_lies
-from hydra_ext.optim.rows import RowStep
+from hydra_ext.optim.rows import RowStep, gradient_of
 
 
 @dataclass
@@ -113,7 +113,8 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         parameters = (parameter for _, _, parameter in self._enumerate())
-        gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        found = [(parameter, gradient_of(parameter)) for parameter in parameters]
+        gradients = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
         if self.runner is None:
             (prepared,) = self.prepare([gradients])
             prepared.plan.run(self.pool)
@@ -121,6 +122,11 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         else:
             self.runner.run(self, self.prepare(self.runner.parts(gradients), self.runner.destinations))
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, or sets them to zero, as in torch.optim."""
+        with torch._C.DisableTorchFunctionSubclass():  # gradients by rows stay so
+            super().zero_grad(set_to_none)
 
     def master(self, parameter: Tensor) -> Tensor:
         """The exact fp32 number behind a parameter, as a new tensor."""

@@ -44,16 +44,29 @@ def unmark(parameter: Tensor) -> None:
     _marked.discard(id(parameter))
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The parameter's gradient as it is. To others a marked parameter shows a dense one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def make_dense(parameter: Tensor) -> None:
+    """Replaces a gradient by rows by the dense one that it stands for."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged():
+        if has_rows(parameter) and parameter.grad is not None:
+            parameter.grad = parameter.grad.to_dense()
+
+
 def has_rows(parameter: Tensor) -> bool:
     """Whether the parameter's gradient is one by rows."""
-    gradient = parameter.grad
+    gradient = gradient_of(parameter)
     return id(parameter) in _marked and gradient is not None and gradient.layout == torch.sparse_coo
 
 
 @torch.no_grad()
 def rows_of(parameter: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of a gradient by rows, each once and in order, and their values. The gradient has them then, too."""
-    gradient: Tensor = parameter.grad  # type: ignore[assignment]
+    gradient: Tensor = gradient_of(parameter)  # type: ignore[assignment]
     rows = gradient._indices()[0]
     if not bool((rows[1:] > rows[:-1]).all()):
         parameter.grad = gradient = gradient.coalesce()

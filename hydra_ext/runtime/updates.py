@@ -112,7 +112,7 @@ class Updates:
             return torch.tensor(norm, dtype=torch.float32, device="cpu"), True
         stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter in parameters:
-            if parameter not in stepped and parameter.grad is not None and factor != 1.0:
+            if parameter not in stepped and factor != 1.0:
                 clip.scale_gradient(parameter, factor)
         self._scale = factor
         try:

@@ -67,6 +67,7 @@ class TableRows:
         if native and host.requires_grad and not self._sparse and not casts and watching.can_be_watched(host):
             self.steps = RowSteps(host)
             by_rows.mark(host)
+            watching.watch(host, self.steps.settle)
 
     def settle(self) -> None:
         """Brings all rows on the host up to date."""
@@ -75,10 +76,11 @@ class TableRows:
 
     def close(self) -> None:
         self.settle()
-        if by_rows.has_rows(self.host) and self.host.grad is not None:
-            self.host.grad = self.host.grad.to_dense()
-        self.steps = None
-        by_rows.unmark(self.host)
+        if self.steps is not None:
+            by_rows.make_dense(self.host)
+            by_rows.unmark(self.host)
+            watching.unwatch(self.host)
+            self.steps = None
         if self._sums is not None:
             self._sums.close()
             self._sums = None

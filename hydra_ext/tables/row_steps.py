@@ -27,7 +27,7 @@ class RowSteps:
     """The steps of one table. One thread at a time is inside.
 
     Args:
-        weight: The table. :func:`watching.can_be_watched` holds for it.
+        weight: The table, which is watched while these steps are made.
 
     Attributes:
         caught_up: Number of times that the whole table has caught up.
@@ -51,7 +51,7 @@ class RowSteps:
             self.catch_up(rows)
             if not step.resting or step.moments:  # else no other row changes
                 self._pool = pool
-                self._watch(tensors)
+                self._use(tensors)
                 self._missed = self._missed.and_then(step)
             _C.step_rows(list(tensors), rows, self._made, step.scalars, values.contiguous(), self._missed.end, pool)
             if len(self._missed.steps) == _MOST_BEHIND or not all(map(watching.is_alone, self._tensors)):
@@ -71,15 +71,16 @@ class RowSteps:
                 self.caught_up += 1
                 self.catch_up(torch.arange(len(self._made), device="cpu"))
                 self._missed = _Missed(self._missed.end, ())
-            self._watch(())
+            self._use(())
 
-    def _watch(self, tensors: tuple[Tensor, ...]) -> None:
+    def _use(self, tensors: tuple[Tensor, ...]) -> None:
+        """Notes the table and its moments, of which rows may be behind from now on, or forgets them."""
         if not _are_same(tensors, self._tensors):
-            for tensor in self._tensors:
-                watching.unwatch(tensor)
+            for moment in self._tensors[1:]:
+                watching.unwatch(moment)
             self._tensors = tensors
-            for tensor in tensors:
-                watching.watch(tensor, self.settle)
+            for moment in tensors[1:]:
+                watching.watch(moment, self.settle)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

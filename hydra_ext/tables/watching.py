@@ -1,5 +1,7 @@
 """Tensors on the host of which rows may be behind: whatever reads them first brings all rows up to date.
 
+Whatever reads a gradient by rows finds a dense one.
+
 The tensor stays the user's own object. Its class is another one meanwhile, whose operations settle it first. Tensors
 that share its memory would read it without that; :func:`is_alone` says whether there are any.
 """
@@ -9,10 +11,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hydra_ext.optim import rows
 
 Settle = Callable[[], None]
 
@@ -44,6 +49,7 @@ _METHODS: set[Callable[..., Any]] = {
     torch.is_inference,
     torch.numel,
 }
+_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class _Watched(Tensor):
@@ -57,7 +63,9 @@ class _Watched(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not needs_no_bytes(func):
+        if func == _GRADIENT:
+            rows.make_dense(args[0])
+        elif not needs_no_bytes(func):
             for tensor in _tensors((*args, *(kwargs or {}).values())):
                 if id(tensor) in _settling:
                     _settling[id(tensor)][1]()
@@ -65,12 +73,14 @@ class _Watched(Tensor):
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _settling[id(self)][1]()  # which gives the tensor its own class back
-        return copy.deepcopy(self, memo)
+        _settling[id(self)][1]()
+        with _as_outside(self):
+            return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _settling[id(self)][1]()
-        return self.__reduce_ex__(protocol)
+        with _as_outside(self):
+            return self.__reduce_ex__(protocol)
 
 
 class _WatchedParameter(_Watched, nn.Parameter):
@@ -79,7 +89,7 @@ class _WatchedParameter(_Watched, nn.Parameter):
 
 def watch(tensor: Tensor, settle: Settle) -> None:
     """Calls ``settle`` before each operation on the tensor that reads or writes numbers, until :func:`unwatch`."""
-    kind = _WatchedParameter if type(tensor) is nn.Parameter else _Watched
+    kind = _WatchedParameter if isinstance(tensor, nn.Parameter) else _Watched
     key = id(tensor)
     _settling[key] = weakref.ref(tensor, lambda _: _settling.pop(key, None)), settle
     object.__setattr__(tensor, "__class__", kind)
@@ -113,6 +123,18 @@ def needs_no_bytes(func: Callable[..., Any]) -> bool:
     return func in _METHODS or (
         getattr(owner, "__name__", None) in _PROPERTIES and func.__name__ in ("__get__", "__set__", "__delete__")
     )
+
+
+@contextmanager
+def _as_outside(tensor: Tensor) -> Iterator[None]:
+    """A context in which the tensor has the class that it has when it is not watched."""
+    watched = type(tensor)
+    object.__setattr__(tensor, "__class__", _plain(tensor))
+    try:
+        yield
+    finally:
+        if id(tensor) in _settling:
+            object.__setattr__(tensor, "__class__", watched)
 
 
 def _plain(tensor: Tensor) -> type[Tensor]:

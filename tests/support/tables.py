@@ -86,6 +86,7 @@ def train(
     way: str = "loop",
     device: Any = None,
     step: dict[str, Any] | None = None,
+    gradients: bool = True,
     between: Callable[[Run | None, int], None] = lambda _run, _step: None,
 ) -> Trained:
     """Trains over the batches; without a budget, as plain PyTorch does.
@@ -95,6 +96,7 @@ def train(
         way: "loop", or "step" for ``run.step``; plain PyTorch loops in any case.
         device: Where to compute; by default a simulated device that poisons what it gives away.
         step: Arguments of ``run.step``.
+        gradients: Whether to read the gradients of each step, which makes them dense.
         between: Called after each step.
     """
     optimizer = make(model.parameters())
@@ -113,7 +115,8 @@ def train(
                     loss = loss_of(batch)
                     (loss / accumulate).backward()
                     found.losses.append(loss.detach().clone())  # outside, where it is no memory of the device
-                found.gradients = [p.grad if p.grad is None else copied(p.grad) for p in model.parameters()]
+                if gradients:
+                    found.gradients = [p.grad if p.grad is None else copied(p.grad) for p in model.parameters()]
                 optimizer.step()
                 optimizer.zero_grad()
             between(run, number)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
+from hydra_ext.optim.rows import gradient_of
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
 from hydra_ext.runtime.rounds.undoing.holders import Holding, holdings
@@ -152,7 +153,7 @@ class Gradients:
     @torch.no_grad()
     def restore(self) -> None:
         for noted in self._noted.values():
-            if noted.tensor.grad is not noted.gradient:
+            if gradient_of(noted.tensor) is not noted.gradient:
                 noted.tensor.grad = noted.gradient
             if noted.gradient is not None and noted.copy is not None and noted.gradient._version != noted.version:
                 noted.gradient.copy_(noted.copy)
