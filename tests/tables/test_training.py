@@ -108,6 +108,17 @@ def test_rows_move_not_tables(sparse: bool) -> None:
         assert ours.rows_written_back_bytes == 0
 
 
+def test_gradients_on_the_host_take_no_memory_of_the_device() -> None:
+    peaks = []
+    for count in (2, 12):
+        given = batches(1) * count
+        report = train(Recommender(sparse=True), sgd, given, accumulate=count, budget=8 * BUDGET, gradients=False).report
+        assert report is not None
+        peaks.append(report.peak_bytes)
+    gradient = rows_of(batches(1), unique=False) * WIDTH * 4
+    assert peaks[1] < peaks[0] + gradient
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_transfers_may_end_late(seed: int) -> None:
     device = hydra_ext.SimulatedDevice(poison=True, asynchronous=True, seed=seed)
