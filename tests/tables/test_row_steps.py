@@ -258,7 +258,8 @@ def test_sums_of_rows_are_those_of_dense_gradients(width: int, monkeypatch: pyte
     monkeypatch.setattr(rows, "_CHUNKS_AT_ONCE", 2)
     at = torch.tensor([0, 3, 4, 8]) if width > 16 else torch.randperm(20000)[:300].sort().values
     dense = torch.zeros(9 if width > 16 else 20000, width)
-    dense[at] = torch.randn(len(at), width)
+    # Of so many sizes that the order of the sums shows.
+    dense[at] = torch.randn(len(at), width) * 10.0 ** torch.randint(-9, 9, (len(at), width))
     parameter = nn.Parameter(torch.empty_like(dense))
     parameter.grad = torch.sparse_coo_tensor(at[None], dense[at], dense.shape, check_invariants=True)
     rows.mark(parameter)

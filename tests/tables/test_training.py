@@ -112,7 +112,9 @@ def test_gradients_on_the_host_take_no_memory_of_the_device() -> None:
     peaks = []
     for count in (2, 12):
         given = batches(1) * count
-        report = train(Recommender(sparse=True), sgd, given, accumulate=count, budget=8 * BUDGET, gradients=False).report
+        report = train(
+            Recommender(sparse=True), sgd, given, accumulate=count, budget=8 * BUDGET, gradients=False
+        ).report
         assert report is not None
         peaks.append(report.peak_bytes)
     gradient = rows_of(batches(1), unique=False) * WIDTH * 4
