@@ -9,7 +9,7 @@ share belongs to the block of the first one. Each of these modules uses that blo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -51,12 +51,37 @@ class Site:
     others: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class Table:
+    """A weight of which rows move, not the whole: it is in no block.
+
+    Attributes:
+        name: Its name in the model.
+        modules: Those that look rows up in it.
+        sparse: Whether they ask for sparse gradients.
+        dtype: Dtype of rows on the device; None for the weight's own.
+        gradient_dtype: Dtype in which gradients of rows leave the device; None for their own.
+    """
+
+    name: str
+    weight: nn.Parameter
+    modules: tuple[nn.Module, ...]
+    sparse: bool
+    dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+
+
 @dataclass
 class Layout:
-    """Blocks that have each parameter with elements exactly once, and a site for every module that uses a block."""
+    """Blocks that have each parameter with elements exactly once, and a site for every module that uses a block.
+
+    Attributes:
+        tables: Parameters that are in no block, because they move by rows.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
+    tables: tuple[Table, ...] = ()
 
 
 def block_limit(total: int, budget: int) -> int:
@@ -64,7 +89,13 @@ def block_limit(total: int, budget: int) -> int:
     return min(total // _BLOCKS_PER_MODEL, budget // _BLOCKS_PER_BUDGET)
 
 
-def discover(model: nn.Module, *, largest_bytes: int, modules: Sequence[nn.Module | str] | None = None) -> Layout:
+def discover(
+    model: nn.Module,
+    *,
+    largest_bytes: int,
+    modules: Sequence[nn.Module | str] | None = None,
+    tables: Sequence[Table] = (),
+) -> Layout:
     """Splits a model into blocks of at most ``largest_bytes`` each, where its modules allow it.
 
     Args:
@@ -72,39 +103,44 @@ def discover(model: nn.Module, *, largest_bytes: int, modules: Sequence[nn.Modul
         largest_bytes: Most bytes of parameters of a module that becomes one block; larger ones are split.
         modules: Modules, or their names, that become blocks whatever their size. Other blocks are found by size. Those
             of an ``nn.ModuleList`` become one block together.
+        tables: Weights that are left out of the blocks.
 
     Raises:
         UnsupportedModel: ``modules`` names a module that the model does not have, or one inside another.
     """
-    finder = _Finder(model, largest_bytes, _chosen(model, modules or ()))
+    finder = _Finder(model, largest_bytes, chosen(model, modules or ()), {table.weight for table in tables})
     finder.visit("", model)
-    return finder.layout()
+    return replace(finder.layout(), tables=tuple(tables))
 
 
-def _chosen(model: nn.Module, modules: Iterable[nn.Module | str]) -> set[nn.Module]:
+def chosen(model: nn.Module, modules: Iterable[nn.Module | str]) -> set[nn.Module]:
+    """The modules that ``blocks=`` names. See :func:`discover`."""
     by_name = dict(model.named_modules())
-    chosen: set[nn.Module] = set()
+    named: set[nn.Module] = set()
     for wanted in modules:
         module = by_name.get(wanted) if isinstance(wanted, str) else wanted
         if module is None or all(module is not known for known in by_name.values()):
             raise UnsupportedModel(
                 f"blocks={wanted!r} is not a module of {type(model).__name__}: name one of its modules"
             )
-        chosen.add(module)
-    for outer in chosen:
+        named.add(module)
+    for outer in named:
         for inner in outer.modules():
-            if inner is not outer and inner in chosen:
+            if inner is not outer and inner in named:
                 raise UnsupportedModel(
                     f"blocks: a {type(inner).__name__} lies inside a {type(outer).__name__} that is a block too; "
                     "name one of the two"
                 )
-    return chosen
+    return named
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, largest_bytes: int, chosen: set[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, largest_bytes: int, named: set[nn.Module], left_out: set[nn.Parameter]
+    ) -> None:
         self._largest = largest_bytes
-        self._chosen = chosen
+        self._chosen = named
+        self._left_out = left_out
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._block_of: dict[nn.Parameter, int] = {}
         self._blocks: list[Block] = []
@@ -122,7 +158,7 @@ class _Finder:
         if module in self._seen:
             return
         self._seen.add(module)
-        parameters = [parameter for parameter in module.parameters() if parameter.numel() > 0]
+        parameters = [parameter for parameter in module.parameters() if self._is_moved(parameter)]
         if not parameters:
             return
         whole = (
@@ -140,13 +176,16 @@ class _Finder:
         if module in self._chosen and isinstance(module, nn.ModuleList):
             self._use_together(name, module, parameters)
             return
-        own = [p for p in module._parameters.values() if p is not None and p.numel() > 0]
+        own = [p for p in module._parameters.values() if p is not None and self._is_moved(p)]
         own += _read_by_parent(module)
         if own:
             self._use(name, module, own)
         for child_name, child in module.named_children():
             if not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
                 self.visit(f"{name}.{child_name}" if name else child_name, child)
+
+    def _is_moved(self, parameter: nn.Parameter) -> bool:
+        return parameter.numel() > 0 and parameter not in self._left_out
 
     def _use_together(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         """All modules in a list, and in containers in it, use one block."""

@@ -39,6 +39,7 @@ from hydra_ext.runtime.placement.spilling import HostLimit, Spilling
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
+from hydra_ext.tables.discovery import find_tables
 
 if TYPE_CHECKING:
     from hydra_ext.heads.calls import Heads
@@ -175,9 +176,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._largest_block()
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
+        alone = self._host_limit is None and choose_group(self._process_group) is None
+        found = find_tables(self._model, budget=self._budget, blocks=blocks) if alone else []
+        tables = [replace(table, dtype=self._param_dtype, gradient_dtype=self._grad_dtype) for table in found]
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
+        total -= sum(_face_bytes(table.weight, self._param_dtype) for table in tables)
         largest = block_limit(total, self._budget)
-        return discover(self._model, largest_bytes=largest, modules=blocks)
+        return discover(self._model, largest_bytes=largest, modules=blocks, tables=tables)
 
     def _largest_block(self) -> tuple[str, int]:
         """Name and bytes of the largest block, which fits into the budget."""
@@ -319,6 +324,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if group is None:
             check_parameters(self._model, self._optimizer)
             return None
+        if self._layout.tables:
+            raise StateError(
+                f"the rows of '{self._layout.tables[0].name}' move by themselves, and ranks would not average their "
+                "gradient: initialise torch.distributed before hydra_ext.offload(...), so that tables move whole, or "
+                "give process_group=False"
+            )
         replicas = Replicas(group, self._place.device)
         replicas.together(lambda: check_parameters(self._model, self._optimizer))
         dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"

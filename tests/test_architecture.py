@@ -48,6 +48,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedule",),
     ("plan",),
     ("optim", "activations"),
+    ("tables",),
     ("checkpoint",),
     ("construction",),
     ("runtime",),

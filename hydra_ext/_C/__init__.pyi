@@ -109,6 +109,7 @@ __all__: list[str] = [
     "WindowGate",
     "WindowToken",
     "Windows",
+    "catch_up_rows",
     "clip_factor",
     "codec",
     "human_bytes",
@@ -136,6 +137,7 @@ __all__: list[str] = [
     "simulate_activations",
     "simulate_units",
     "split_unequally",
+    "step_rows",
     "sums_of_squares",
     "supported_instruction_sets",
     "suspend_charging",
@@ -2020,6 +2022,18 @@ class StagedBackward:
     @property
     def refusal(self) -> str: ...
 
+def catch_up_rows(
+    tensors: collections.abc.Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    made: torch.Tensor,
+    first: typing.SupportsInt | typing.SupportsIndex,
+    missed: collections.abc.Sequence[tuple[AdamStep | SgdStep, bool]],
+    pool: ThreadPool,
+) -> None:
+    """
+    Makes the steps that rows of a table have missed, with a gradient of zero.
+    """
+
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float: ...
@@ -2309,6 +2323,19 @@ def split_unequally(
 ) -> tuple[list[tuple[int, list[int], list[int]]], float, float | None]:
     """
     Layers are (kept, recomputed, parameter bytes), each way (time, bytes a microbatch, fixed bytes); edges (from, to, bytes). Returns stages (replicas, layers, recomputed layers), time and bound.
+    """
+
+def step_rows(
+    tensors: collections.abc.Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    made: torch.Tensor,
+    step: AdamStep | SgdStep,
+    gradient: torch.Tensor,
+    number: typing.SupportsInt | typing.SupportsIndex,
+    pool: ThreadPool,
+) -> None:
+    """
+    Makes one step of rows of a table, and notes its number for them.
     """
 
 def sums_of_squares(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class Adam(HostOptimizer):
 
     def _has_moments(self, group: dict[str, Any]) -> bool:
         return True
+
+    def _rests(self, group: dict[str, Any]) -> bool:
+        return float(group["weight_decay"]) == 0.0 < float(group["eps"]) and math.isfinite(float(group["lr"]))
 
     def _scalars(self, group: dict[str, Any], step: int, first: bool) -> _C.AdamStep:
         beta1, beta2 = group["betas"]

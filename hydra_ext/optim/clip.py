@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.errors import NonFiniteNorm
-from hydra_ext.optim import threads
+from hydra_ext.optim import rows, threads
 from hydra_ext.optim.checks import check_gradient
 from hydra_ext.optim.layout import as_parameter_lies
 
@@ -44,10 +44,7 @@ def clip_grad_norm_(
         )
     if factor != 1.0:
         for parameter in owners:
-            if parameter.grad is not None:
-                _C.scale_gradient(
-                    parameter.grad, factor
-                )  # not _foreach_mul_, which rounds the factor to the gradients' type
+            scale_gradient(parameter, factor)
     return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
@@ -56,14 +53,24 @@ def sums_of_squares(parameters: Sequence[Tensor], known: Sequence[float | None])
     sums: list[float | None] = []
     missing: dict[int, Tensor] = {}
     for ordinal, (parameter, its_sum) in enumerate(zip(parameters, known, strict=True)):
-        if parameter.grad is None:
+        gradient = rows.gradient_of(parameter)
+        if gradient is None:
             continue
+        if its_sum is None and rows.has_rows(parameter):
+            its_sum = rows.sum_of_squares(parameter)
         if its_sum is None:
-            check_gradient(parameter.grad, ordinal)
-            missing[len(sums)] = as_parameter_lies(parameter.grad, parameter)
+            check_gradient(gradient, ordinal)
+            missing[len(sums)] = as_parameter_lies(gradient, parameter)
         sums.append(its_sum)
     found = iter(_C.sums_of_squares(list(missing.values()), threads.pool(None)))
     return [next(found) if its_sum is None else its_sum for its_sum in sums]
+
+
+def scale_gradient(parameter: Tensor, factor: float) -> None:
+    """Scales a gradient in place. Unlike ``_foreach_mul_`` it does not round the factor to the gradient's type."""
+    gradient = rows.gradient_of(parameter)
+    if gradient is not None:
+        _C.scale_gradient(rows.rows_of(parameter)[1] if rows.has_rows(parameter) else gradient, factor)
 
 
 def combined(sums: Sequence[float], max_norm: float) -> tuple[float, float]:

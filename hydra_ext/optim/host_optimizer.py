@@ -16,6 +16,7 @@ from hydra_ext import _C
 from hydra_ext.errors import InvalidOptimizer
 from hydra_ext.optim import checks, masters, threads
 from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.optim.rows import RowStep, gradient_of
 
 
 @dataclass
@@ -86,6 +87,10 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
     def _has_moments(self, group: dict[str, Any]) -> bool: ...
 
     @abstractmethod
+    def _rests(self, group: dict[str, Any]) -> bool:
+        """Whether a step leaves weights whose gradient and moments are zero as they are, to the bit."""
+
+    @abstractmethod
     def _scalars(self, group: dict[str, Any], step: int, first: bool) -> _C.AdamStep | _C.SgdStep: ...
 
     # ---- for users --------------------------------------------------------------------------------------------------
@@ -108,7 +113,8 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         parameters = (parameter for _, _, parameter in self._enumerate())
-        gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        found = [(parameter, gradient_of(parameter)) for parameter in parameters]
+        gradients = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
         if self.runner is None:
             (prepared,) = self.prepare([gradients])
             prepared.plan.run(self.pool)
@@ -116,6 +122,11 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         else:
             self.runner.run(self, self.prepare(self.runner.parts(gradients), self.runner.destinations))
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, or sets them to zero, as in torch.optim."""
+        with torch._C.DisableTorchFunctionSubclass():  # gradients by rows stay so
+            super().zero_grad(set_to_none)
 
     def master(self, parameter: Tensor) -> Tensor:
         """The exact fp32 number behind a parameter, as a new tensor."""
@@ -207,6 +218,27 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
             prepared.gradients.append(gradient)
             prepared.written.append(destinations.get(parameter, parameter))
         return prepared
+
+    def can_step_rows(self, parameter: Tensor) -> bool:
+        """Whether :meth:`row_step` may be called for a parameter: it is fp32, and so are its moments."""
+        groups = [group for _, group, stepped in self._enumerate() if stepped is parameter]
+        return (
+            parameter.dtype == torch.float32
+            and all(group["moments"] == torch.float32 for group in groups)
+            and bool(groups)
+        )
+
+    @torch.no_grad()
+    def row_step(self, parameter: Tensor) -> RowStep:
+        """Begins a step of a parameter that the caller makes row by row. Makes missing state, and counts the step."""
+        (group,) = (group for _, group, stepped in self._enumerate() if stepped is parameter)
+        state, first = self._state_of(parameter, group)
+        step = 0
+        if "step" in state:
+            state["step"] += 1
+            step = int(state["step"])
+        moments = tuple(state[name] for name in self._MOMENTS) if self._has_moments(group) else ()
+        return RowStep(self._scalars(group, step, first), moments, self._rests(group))
 
     def tensors_of(self, prepared: PreparedStep) -> list[Tensor]:
         """All tensors that a prepared step reads or writes."""

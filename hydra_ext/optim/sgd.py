@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class SGD(HostOptimizer):
 
     def _has_moments(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"] != 0)
+
+    def _rests(self, group: dict[str, Any]) -> bool:
+        return float(group["weight_decay"]) == 0.0 and math.isfinite(float(group["lr"]))
 
     def _scalars(self, group: dict[str, Any], step: int, first: bool) -> _C.SgdStep:
         return _C.SgdStep(

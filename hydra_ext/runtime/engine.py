@@ -18,6 +18,7 @@ from torch.autograd.variable import Variable
 
 from hydra_ext import _C
 from hydra_ext.runtime.replicas import Replicas
+from hydra_ext.tables.lookup import TableRows
 
 if TYPE_CHECKING:
     from hydra_ext.runtime.reporting.figures import StepMeter
@@ -30,6 +31,7 @@ class BackwardParticipant(Protocol):
 
     Attributes:
         backwards: Number of backwards that have begun and may accumulate gradients.
+        tables: Weights of which rows move.
     """
 
     core: _C.PagedModel
@@ -37,6 +39,7 @@ class BackwardParticipant(Protocol):
     replicas: Replicas | None
     meter: StepMeter
     backwards: int
+    tables: Sequence[TableRows]
 
     def backward_ended(self, *, accumulated: bool, failed: bool = False) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...

@@ -38,6 +38,9 @@ from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
 from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.arguments import tensors_in
+from hydra_ext.tables.face import open_tables
+from hydra_ext.tables.lookup import TableRows
+from hydra_ext.tables.report import report_on
 from hydra_ext.tracing import not_traced
 
 if TYPE_CHECKING:
@@ -56,8 +59,8 @@ class Run:
         layout: Blocks of the model, and the modules that use them.
         replicas: Ranks that train copies of the model together; None without other ranks.
         fit: What chooses the treatment of activations; None where the user has.
-        version: Number of the weight version that modules show, where there are several; see
-            :class:`hydra_ext.blocks.Site`.
+        tables: Weights of which rows move.
+        version: Number of the weight version that modules show, if there are several (:class:`hydra_ext.blocks.Site`).
     """
 
     model: nn.Module
@@ -65,6 +68,7 @@ class Run:
     layout: Layout
     core: _C.PagedModel
     replicas: Replicas | None
+    tables: Sequence[TableRows]
     device: torch.device
     meter: StepMeter
 
@@ -81,23 +85,19 @@ class Run:
         heads: Heads | None = None,
         spilling: Spilling | None = None,
     ):
-        self.budget = budget
-        self.device = place.device
+        self.budget, self.device = budget, place.device
         self._place = place
         self._saving = saving
         self._spilling = spilling
-        self.model = model
-        self.optimizer = None
+        self.tables = [TableRows(table, place.device) for table in layout.tables]
+        self.model, self.optimizer = model, None
         self.layout = layout
-        self.core = core
-        self.replicas = replicas
-        self.version = 0
-        self.backwards, self.spills = 0, spilling is not None
+        self.core, self.replicas = core, replicas
+        self.backwards, self.version, self.spills = 0, 0, spilling is not None
         self._averages = True  # whether the end of a backward averages gradients over the ranks
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
         self.updates: Updates | None = None
-        self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
         self.fit = None if saving is None or heads is None else Fit(weakref.proxy(self), saving, heads, spilling)
@@ -109,10 +109,12 @@ class Run:
 
     def report(self) -> Report:
         """Figures of the run so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self, self._stepper, self._homes)
+        homes = None if self.updates is None else self.updates.homes
+        report = make_report(self, self._stepper, homes)
         peak = self._place.peak_bytes()
-        report = report if peak is None else replace(report, peak_bytes=peak)
-        return report if self._saving is None else replace(report, activations=self._saving.report())
+        saved = None if self._saving is None else self._saving.report()
+        peak = report.peak_bytes if peak is None else peak
+        return replace(report, peak_bytes=peak, tables=report_on(self.tables), activations=saved)
 
     def plan(self) -> Plan:
         """How a step treats activations now, foreseen beside measured. ``str()`` of the plan is a table.
@@ -291,6 +293,8 @@ class Run:
         See :mod:`hydra_ext.optim`.
         """
         self.core.moves.bring_all_home(from_disk=not self._checkpoint.reads_the_disk)
+        for table in self.tables:
+            table.settle()
 
     @property
     def steps(self) -> int:
@@ -422,6 +426,7 @@ class Run:
             dress(face, host)
             self._faces[id(host)] = face
             self.core.gate.show(host, face)
+        open_tables(self.tables, self.core.gate, optimizer)
         for name, module in self.model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # scripted modules with parameters were refused
                 self.core.gate.watch(module._parameters, f"the parameters of '{name}'")
@@ -430,7 +435,7 @@ class Run:
             self._saving.hook()  # inside the sites' calls, where no fiber parks
         if self.fit is not None:
             self.fit.heads.install()
-        sites.install(self, self.layout.sites)
+        sites.install(self, self.layout)
         root.swap(self.model, self)
         compiled.join(self)
         self.optimizer = optimizer
@@ -440,15 +445,9 @@ class Run:
                 optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
             ]
         if isinstance(optimizer, HostOptimizer):
-            self._homes = Homes(
-                self.core,
-                self.layout,
-                optimizer,
-                budget=self.budget,
-                in_flight=self._place.gradient_bound(self.budget),
-                refusal=self._why_no_homes(casts),
-            )
-            self.updates = Updates(self, optimizer, self._homes, self._spilling)
+            bound, refusal = self._place.gradient_bound(self.budget), self._why_no_homes(casts)
+            homes = Homes(self.core, self.layout, optimizer, budget=self.budget, in_flight=bound, refusal=refusal)
+            self.updates = Updates(self, optimizer, homes, self._spilling)
         engine.join(self)
 
     def _why_no_homes(self, casts: str) -> str:
@@ -481,7 +480,9 @@ class Run:
                 stack.callback(self._saving.unhook)
             if self.fit is not None:
                 stack.callback(self.fit.heads.remove)
-            stack.callback(sites.remove, self.layout.sites)
+            for table in self.tables:
+                stack.callback(table.close)
+            stack.callback(sites.remove, self.layout)
             stack.callback(compiled.leave, self)
             for handle in self._optimizer_handles:
                 stack.callback(handle.remove)

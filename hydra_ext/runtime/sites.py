@@ -17,7 +17,7 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.activations.call_state import is_repeating
-from hydra_ext.blocks import Site
+from hydra_ext.blocks import Layout, Site
 from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.runtime.rounds import fibers
@@ -76,8 +76,19 @@ class SiteCall(StandIn):
             window.end_visit(visit, failed=failed)
 
 
-def install(listener: SiteListener, sites: list[Site]) -> None:
-    for number, site in enumerate(sites):
+class TableCall(SiteCall):
+    """Stands in for the call of a table's module, which has no blocks: it opens a window if none is open."""
+
+    @not_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) if self._listener.core.gate.open else self._visit(args, kwargs)
+
+
+def install(listener: SiteListener, layout: Layout) -> None:
+    for table in layout.tables:
+        for module in table.modules:
+            TableCall(listener, Site(table.name, module, ()), -1).install()
+    for number, site in enumerate(layout.sites):
         if type(site.module).__call__ is not nn.Module.__call__ and not _calls_through(type(site.module)):
             raise UnsupportedModel(
                 f"'{site.name}' is a {type(site.module).__name__}, whose __call__ does not run nn.Module's; "
@@ -86,9 +97,12 @@ def install(listener: SiteListener, sites: list[Site]) -> None:
         SiteCall(listener, site, number).install()
 
 
-def remove(sites: list[Site]) -> None:
-    for site in sites:
-        for call in list(standing_in(site.module)):
+def remove(layout: Layout) -> None:
+    for module in (
+        *(site.module for site in layout.sites),
+        *(each for table in layout.tables for each in table.modules),
+    ):
+        for call in list(standing_in(module)):
             if isinstance(call, SiteCall):
                 call.remove()
 

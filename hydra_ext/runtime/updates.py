@@ -16,13 +16,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
-from hydra_ext.optim import clip
+from hydra_ext.optim import clip, rows
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
 from hydra_ext.runtime.placement.homes import Homes
 from hydra_ext.runtime.placement.spilling import Spilling
+from hydra_ext.tables.lookup import TableRows
+from hydra_ext.tables.row_steps import RowSteps
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class UpdateOwner(Protocol):
 
     core: _C.PagedModel
     layout: Layout
+    tables: Sequence[TableRows]
 
     def sync(self) -> None: ...
 
@@ -58,6 +62,8 @@ class Updates:
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(owner.layout.blocks) for _, parameter in block.parameters
         }
+        self._tables: dict[Tensor, RowSteps | None] = {table.host: table.steps for table in owner.tables}
+        self._rows: list[Tensor] = []  # parameters with a gradient by rows, of the step being prepared
         self._parts: list[list[int]] = []  # blocks of each part of the step being prepared
         self._outside_overlaps = False  # whether parameters outside the model overlap with its blocks
         self._scale = 1.0  # factor for the gradients of the model's own parameters
@@ -106,8 +112,8 @@ class Updates:
             return torch.tensor(norm, dtype=torch.float32, device="cpu"), True
         stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter in parameters:
-            if parameter not in stepped and parameter.grad is not None and factor != 1.0:
-                _C.scale_gradient(parameter.grad, factor)
+            if parameter not in stepped and factor != 1.0:
+                clip.scale_gradient(parameter, factor)
         self._scale = factor
         try:
             self._optimizer.step()
@@ -124,6 +130,7 @@ class Updates:
         that one of them overlaps. Waits for the previous step.
         """
         self._core.update.finish()
+        gradients = self._take_rows(gradients)
         used = [block for block, _ in self._core.pager.recorded(_C.PassKind.FORWARD)]
         order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
         outside = [parameter for parameter, _ in gradients if parameter not in self._block_of]
@@ -140,6 +147,19 @@ class Updates:
         self._parts = [[block for block in together[first] if by_block[block]] for first in stepped]
         self._outside_overlaps = any(_NO_BLOCK in blocks and len(blocks) > 1 for blocks in together.values())
         return [members[first] for first in stepped]
+
+    def _take_rows(self, gradients: Gradients) -> Gradients:
+        """Keeps the gradients by rows for :meth:`run`. Returns the others, before which their tables are settled."""
+        self._rows, others = [], []
+        for parameter, gradient in gradients:
+            steps = self._tables.get(parameter)
+            if steps is not None and rows.has_rows(parameter):
+                self._rows.append(parameter)
+                continue
+            if steps is not None:
+                steps.settle()
+            others.append((parameter, gradient))
+        return others
 
     def _together(self, order: list[int], outside: list[Tensor]) -> dict[int, list[int]]:
         """Groups of blocks that are updated as one, by the first block of each; both are in this order."""
@@ -182,12 +202,20 @@ class Updates:
             self._core.update.defer(later, optimizer.pool, self._scale)
         for update in at_home:
             self._core.moves.update(update, optimizer.pool, self._scale)
+        for parameter in self._rows:
+            numbers, values = rows.rows_of(parameter)
+            if self._scale != 1.0:
+                _C.scale_gradient(values, self._scale)
+            if (steps := self._tables[parameter]) is not None:
+                steps.step(optimizer.row_step(parameter), numbers, values, optimizer.pool)
+        increment_version(self._rows)
+        self._rows = []
         self.homes.end_step()
 
     def _run_outside(self, optimizer: HostOptimizer, part: PreparedStep) -> None:
         if self._scale != 1.0:
             for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
-                if parameter in self._block_of:
+                if parameter in self._block_of or parameter in self._tables:
                     _C.scale_gradient(gradient, self._scale)
         part.plan.run(optimizer.pool)
         if self._outside_overlaps:

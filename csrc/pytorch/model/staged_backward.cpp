@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "csrc/pytorch/memory/counting_allocator.h"
+#include "csrc/pytorch/parameters/page.h"
 
 namespace hydra {
 
@@ -43,15 +44,28 @@ void execute(const autograd::edge_list& roots, const autograd::variable_list& gr
                                                  /*accumulate_grad=*/true, /*outputs=*/{});
 }
 
+/// Whether the leaf is a tensor of the host, so that its gradient is there. Copies would cost memory, and would close
+/// the gaps between a sparse gradient's values, with which torch adds in another order.
+bool is_on_host(const autograd::Node& leaf) {
+  const auto* node = dynamic_cast<const autograd::AccumulateGrad*>(&leaf);
+  return node != nullptr && node->variable.is_cpu() && page_of(node->variable) == nullptr;
+}
+
 /// Copies a held sum to the host: on the device, one sum for each microbatch would take too much memory.
-at::Tensor to_host(at::Tensor gradient) {
+at::Tensor to_host(at::Tensor gradient, const autograd::Node& leaf) {
+  if (!gradient.defined() || is_on_host(leaf)) {
+    return gradient;
+  }
   const HostScope on_the_host;
-  return gradient.defined() ? gradient.to(gradient.options().device(at::kCPU), false, /*copy=*/true) : gradient;
+  return gradient.to(gradient.options().device(at::kCPU), false, /*copy=*/true);
 }
 
 at::Tensor from_host(at::Tensor gradient, const autograd::Node& leaf) {
+  if (!gradient.defined() || is_on_host(leaf)) {
+    return gradient;
+  }
   const at::Device device = leaf.input_metadata(0).device();
-  return gradient.defined() ? gradient.to(gradient.options().device(device), false, /*copy=*/true) : gradient;
+  return gradient.to(gradient.options().device(device), false, /*copy=*/true);
 }
 
 }  // namespace
@@ -311,8 +325,9 @@ void StagedBackward::run_piece(Graph& graph, std::size_t index) {
   execute(roots, gradients);
   for (const auto& [input, node] : piece.sinks) {
     if (auto& sink = static_cast<Sink&>(*node); sink.reached) {
-      waiting_for(graph, input)[input] = {
-          sink.target, is_leaf(*input.first) ? to_host(std::move(sink.received)) : std::move(sink.received)};
+      waiting_for(graph, input)[input] = {sink.target, is_leaf(*input.first)
+                                                           ? to_host(std::move(sink.received), *input.first)
+                                                           : std::move(sink.received)};
     }
   }
 }

@@ -74,6 +74,9 @@ def move_in(
         RankFailed: another rank has failed.
     """
     groups = _groups(model, blocks, None if spilling is None else spilling.room_to_move_in)
+    lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if lacking and not blocks:
+        _together(replicas, model, lacking)
     for index, block in enumerate(blocks):
         if groups:
             _together(replicas, model, groups[index])
@@ -92,8 +95,9 @@ def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list
     if not lacking:
         return []
     groups = in_groups(model, [[name for name, _ in block.parameters] for block in blocks], room=room)
-    empty = [name for name, parameter in lacking.items() if parameter.numel() == 0]  # in no block
-    return [[*empty, *groups[0]], *groups[1:]] if groups else []
+    grouped = {name for group in groups for name in group}
+    others = [name for name in lacking if name not in grouped]  # without elements, or tables: they are in no block
+    return [[*others, *groups[0]], *groups[1:]] if groups else []
 
 
 def _together(replicas: Replicas | None, model: nn.Module, names: Sequence[str]) -> None:

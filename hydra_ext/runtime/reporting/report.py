@@ -11,6 +11,7 @@ from hydra_ext.activations.report import StashReport
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.reporting.figures import DataReport, StepMeter
+from hydra_ext.tables.report import TableReport
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Report:
         reduced_bytes: Bytes of gradients that this rank has averaged with the others.
         waited_for_ranks_seconds: Time that this rank waited for the others, without the waits of a GPU's streams.
         data: Waits for data.
+        tables: Report on weights of which rows move; None if there are none.
         activations: Report on saved tensors; None without ``activations=``.
     """
 
@@ -118,6 +120,7 @@ class Report:
     reduced_bytes: int
     waited_for_ranks_seconds: float
     data: DataReport
+    tables: TableReport | None = None
     activations: StashReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,6 +164,8 @@ class Report:
                 f"{_mib(self.disk_read_bytes)} read, {_mib(self.disk_written_bytes)} written, "
                 f"{self.waited_for_disk_seconds:.3f} s waited for"
             )
+        if self.tables is not None:
+            lines.append(f"tables   {self.tables}")
         if self.ranks > 1:
             lines.append(
                 f"ranks    {self.ranks}, gradients averaged {_mib(self.reduced_bytes)}, "

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
+from hydra_ext.optim.rows import gradient_of
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
 from hydra_ext.runtime.rounds.undoing.holders import Holding, holdings
 from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents, without
+from hydra_ext.state.layout import copied
 from hydra_ext.state.randomness import RandomState
 
 
@@ -121,6 +123,8 @@ class Gradients:
             self._lost = True
             return _NotedGradient(tensor, gradient, gradient._version)
         with torch.no_grad(), _C.Uncharged():
+            if gradient.is_sparse:
+                return _NotedGradient(tensor, _sparse_copy(gradient))
             return _NotedGradient(tensor, gradient, gradient._version, gradient.detach().clone())
 
     def _note_home(self, block: int, parameters: Sequence[Tensor]) -> None:
@@ -149,12 +153,23 @@ class Gradients:
     @torch.no_grad()
     def restore(self) -> None:
         for noted in self._noted.values():
-            if noted.tensor.grad is not noted.gradient:
+            if gradient_of(noted.tensor) is not noted.gradient:
                 noted.tensor.grad = noted.gradient
             if noted.gradient is not None and noted.copy is not None and noted.gradient._version != noted.version:
                 noted.gradient.copy_(noted.copy)
         for block, index, copy in self._at_home:
             self._core.gradients.return_gathered(block, index, copy)
+
+
+def _sparse_copy(gradient: Tensor) -> Tensor:
+    """A copy that takes the gradient's place. Its values have gaps where the gradient's have: sums depend on that."""
+    return torch.sparse_coo_tensor(
+        gradient._indices().clone(),
+        copied(gradient._values()),
+        gradient.shape,
+        check_invariants=False,
+        is_coalesced=gradient.is_coalesced(),
+    )
 
 
 class Overwritten:
@@ -172,6 +187,13 @@ class Overwritten:
         ]
         self._earlier: dict[int, tuple[Tensor, Tensor]] = {}  # before the step's first write to each
         self._round: dict[int, tuple[Tensor, Tensor]] = {}
+        tables = [
+            *owner.tables,
+            *(table for other in engine.participants() if other is not owner for table in other.tables),
+        ]
+        self._tables = [table.log_overwritten() for table in tables]
+        self._seen = [0 for _ in tables]  # writes to each table that names() has told
+        self._before_round = [0 for _ in tables]  # writes to each table when the round began
 
     def elsewhere(self) -> set[nn.Module]:
         """Modules of models that other threads have entered since the step began, and the step's threads have not."""
@@ -182,12 +204,16 @@ class Overwritten:
         self.names()
         self._earlier = self._round | self._earlier
         self._round = {}
+        self._before_round = [len(log) for log in self._tables]
 
     def names(self) -> list[str]:
         """Those that were written to since the last call."""
         found = [each for _, log in self._logs for each in log.take()]
         self._round = {id(parameter): (parameter, before) for _, parameter, before in found} | self._round
-        return [name for name, _, _ in found]
+        writes = [len(log) for log in self._tables]
+        tables = [log.name for log, seen, now in zip(self._tables, self._seen, writes, strict=True) if now > seen]
+        self._seen = writes
+        return [*(name for name, _, _ in found), *tables]
 
     @torch.no_grad()
     def restore(self, *, whole: bool) -> None:
@@ -197,6 +223,9 @@ class Overwritten:
             parameter.copy_(before)
         for _, log in self._logs:
             log.take()  # the writes above
+        for table, before in zip(self._tables, self._before_round, strict=True):
+            table.undo(0 if whole else before)
+        self._seen = [len(table) for table in self._tables]
         self._round = {}
         if whole:
             self._earlier = {}

@@ -1,0 +1,155 @@
+"""Embedding tables of ten times the budget: python benchmarks/tables.py [--rounds 9] [--rows 40000]
+
+A DLRM-like model: eight tables whose indices follow a power law, a network below the numbers, products of all pairs, a
+network above. Each sample is 64 steps, after which a native optimizer's table has caught up once.
+
+    case      layers                            optimizer
+    sparse    sparse=True                       torch.optim.SGD
+    adam      sparse=False                      hydra_ext.optim.Adam
+    adamw     sparse=False                      hydra_ext.optim.AdamW, whose decay changes all rows in each step
+
+    plain     no context, everything on the host
+    rows      a tenth of the tables' bytes as budget
+    whole     blocks= names the tables, and the budget holds two of them beside the rest
+
+The device is simulated, and its link has no limit: bytes cost what a copy in the host's memory costs. On a link they
+cost more, which favours rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext import Run
+
+TABLES, WIDTH, NUMBERS = 8, 32, 13
+BATCH, STEPS = 128, 64
+CASES = ("sparse", "adam", "adamw")
+
+
+class Recommender(nn.Module):
+    """Bags of indices and numbers, as in DLRM (Naumov et al., 2019)."""
+
+    def __init__(self, rows: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, WIDTH, mode="sum", sparse=sparse) for _ in range(TABLES))
+        self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.ReLU())
+        pairs = (TABLES + 1) * TABLES // 2
+        self.top = nn.Sequential(nn.Linear(WIDTH + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, numbers: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+        dense = self.bottom(numbers)
+        bags = [table(at, offsets) for table, at in zip(self.tables, indices, strict=True)]
+        found = torch.stack([dense, *bags], dim=1)
+        products = found @ found.transpose(1, 2)
+        one, other = torch.triu_indices(TABLES + 1, TABLES + 1, offset=1)
+        return self.top(torch.cat([dense, products[:, one, other]], dim=1)).squeeze(1)
+
+
+class Training:
+    """One model with its optimizer and its batches, which are those of any other training of the case."""
+
+    def __init__(self, case: str, rows: int) -> None:
+        torch.manual_seed(0)
+        self.model = Recommender(rows, sparse=case == "sparse")
+        kinds: dict[str, Any] = {
+            "sparse": torch.optim.SGD,
+            "adam": hydra_ext.optim.Adam,
+            "adamw": hydra_ext.optim.AdamW,
+        }
+        self.optimizer = kinds[case](self.model.parameters(), lr=0.01)
+        self.rows_touched = 0  # rows that its batches look up, each once a batch and table
+        self._batches = self._made(rows)
+
+    def _made(self, rows: int) -> Iterator[tuple[Tensor, ...]]:
+        made = torch.Generator().manual_seed(1)
+        while True:
+            lengths = torch.randint(1, 5, (BATCH,), generator=made)
+            ends = lengths.cumsum(0)
+            drawn = torch.rand(TABLES, int(ends[-1]), generator=made)
+            indices = (rows * drawn**3).long().clamp_(max=rows - 1)  # a few rows are met often
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
+            yield torch.randn(BATCH, NUMBERS, generator=made), indices, offsets, torch.rand(BATCH, generator=made)
+
+    def step(self) -> None:
+        numbers, indices, offsets, target = next(self._batches)
+        self.rows_touched += sum(len(at.unique()) for at in indices)
+        nn.functional.binary_cross_entropy_with_logits(self.model(numbers, indices, offsets), target).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sample(self) -> float:
+        """Seconds of a step, the mean of a sample."""
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            self.step()
+        return (time.perf_counter() - begin) / STEPS
+
+    def bits(self) -> list[Tensor]:
+        return [parameter.detach().clone().view(torch.int32) for parameter in self.model.parameters()]
+
+
+def entered(training: Training, way: str, stack: ExitStack) -> Run:
+    size = training.model.tables[0].weight.nbytes
+    whole = [f"tables.{number}" for number in range(TABLES)]
+    options: dict[str, Any] = {"budget": TABLES * size // 10}
+    if way == "whole":
+        options = {"budget": 3 * size, "blocks": whole}
+    return stack.enter_context(
+        hydra_ext.offload(training.model, training.optimizer, device="simulated", activations=None, **options)
+    )
+
+
+def measure(case: str, rows: int, rounds: int) -> str:
+    ways = {way: Training(case, rows) for way in ("plain", "rows", "whole", "rows again")}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with ExitStack() as stack:
+        runs = {way: entered(each, way.removesuffix(" again"), stack) for way, each in ways.items() if way != "plain"}
+        for _ in range(rounds):
+            for way, training in ways.items():
+                seconds[way].append(training.sample())
+        ours, whole = runs["rows"].report(), runs["whole"].report()
+        steps = rounds * STEPS
+    tables = ours.tables
+    if tables is None or ours.peak_bytes > ours.budget_bytes:
+        raise SystemExit("the tables did not move by rows, or the budget was passed")
+    counted = tables.rows_moved_bytes == ways["rows"].rows_touched * WIDTH * 4
+    plain = ways["plain"].bits()
+    equal = all(a.equal(b) for way in ("rows", "whole") for a, b in zip(ways[way].bits(), plain, strict=True))
+    ratios = [b / a for a, b in zip(seconds["rows"], seconds["rows again"], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    middle = {way: 1e3 * statistics.median(values) for way, values in seconds.items()}
+    moved = tables.rows_moved_bytes + tables.gradients_moved_bytes
+    moved_whole = whole.weights_moved_bytes + whole.gradients_moved_bytes
+    found = f"bits {'equal' if equal else 'DIFFER'}, rows {'as' if counted else 'NOT AS'} counted"
+    return (
+        f"{case:7} {found}  ms a step: plain {middle['plain']:.2f}, rows "
+        f"{middle['rows']:.2f}, whole {middle['whole']:.2f} (identical runs {(high - low) / 2:.1%})  KiB a step: rows "
+        f"{moved / steps / 1024:,.0f}, whole {moved_whole / steps / 1024:,.0f}  budget "
+        f"{ours.budget_bytes / 2**20:.1f} MiB of {tables.nbytes / 2**20:.1f}, whole {whole.budget_bytes / 2**20:.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="samples of each training, by turns")
+    parser.add_argument("--rows", type=int, default=40_000, help="rows of each table")
+    parser.add_argument("--case", choices=CASES, action="append", help="by default all")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {options.rounds} samples of {STEPS} steps, {options.rows} rows, 1 thread")
+    for case in options.case or CASES:
+        print(measure(case, options.rows, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

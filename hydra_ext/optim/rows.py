@@ -1,0 +1,91 @@
+"""Gradients by rows: sparse tensors that stand for dense ones, which are zero in all rows but a few.
+
+Only parameters that were marked have such gradients. A sparse gradient of another one is what a layer with
+``sparse=True`` makes, and has another meaning: rows without gradient do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydra_ext import _C
+from hydra_ext.optim import threads
+
+_CHUNK = 1 << 16  # elements of a gradient whose squares are summed by themselves: kNormChunk of the core
+_CHUNKS_AT_ONCE = 64
+
+_marked: set[int] = set()  # identities of parameters
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One step of a parameter of which some rows have a gradient, and the others one of zero.
+
+    Attributes:
+        scalars: The rule and its numbers.
+        moments: Moments of the whole parameter, fp32.
+        resting: Whether a row without gradient whose moments are zero does not change.
+    """
+
+    scalars: _C.AdamStep | _C.SgdStep
+    moments: tuple[Tensor, ...]
+    resting: bool
+
+
+def mark(parameter: Tensor) -> None:
+    """Sparse gradients of this parameter stand for dense ones until :func:`unmark`."""
+    _marked.add(id(parameter))
+
+
+def unmark(parameter: Tensor) -> None:
+    _marked.discard(id(parameter))
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The parameter's gradient as it is. To others a marked parameter shows a dense one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def make_dense(parameter: Tensor) -> None:
+    """Replaces a gradient by rows by the dense one that it stands for."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged():
+        if has_rows(parameter) and parameter.grad is not None:
+            parameter.grad = parameter.grad.to_dense()
+
+
+def has_rows(parameter: Tensor) -> bool:
+    """Whether the parameter's gradient is one by rows."""
+    gradient = gradient_of(parameter)
+    return id(parameter) in _marked and gradient is not None and gradient.layout == torch.sparse_coo
+
+
+@torch.no_grad()
+def rows_of(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of a gradient by rows, each once and in order, and their values. The gradient has them then, too."""
+    gradient: Tensor = gradient_of(parameter)  # type: ignore[assignment]
+    rows = gradient._indices()[0]
+    if not bool((rows[1:] > rows[:-1]).all()):
+        parameter.grad = gradient = gradient.coalesce()
+    return gradient._indices()[0], gradient._values()
+
+
+@torch.no_grad()
+def sum_of_squares(parameter: Tensor) -> float:
+    """That of the dense gradient, to the bit: chunks of it that are zero, and zeros in others, add nothing."""
+    rows, values = rows_of(parameter)
+    width = parameter.numel() // len(parameter)
+    places = rows[:, None] * width + torch.arange(width, device="cpu")
+    chunks, chunk_of = torch.unique(places // _CHUNK, return_inverse=True)
+    total = 0.0
+    for first in range(0, len(chunks), _CHUNKS_AT_ONCE):
+        there = (chunk_of >= first) & (chunk_of < first + _CHUNKS_AT_ONCE)
+        shape = (min(_CHUNKS_AT_ONCE, len(chunks) - first), _CHUNK)
+        dense = torch.zeros(shape, dtype=values.dtype, device="cpu")
+        dense[chunk_of[there] - first, places[there] % _CHUNK] = values.reshape(len(rows), width)[there]
+        for its_sum in _C.sums_of_squares(list(dense), threads.pool(None)):
+            total += its_sum
+    return total

@@ -1,0 +1,66 @@
+"""Which weights are tables: those of embeddings alone that ask for sparse gradients, or that are too large to move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from hydra_ext.blocks import Table, chosen
+from hydra_ext.calls import is_compiled
+
+# A weight of more than this part of the budget moves by rows: as a block it would leave no room for the next block.
+_BLOCKS_PER_BUDGET = 2
+
+_FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+_COMPILED = "OptimizedModule"  # what torch.compile returns, whose class only importing Dynamo would give
+
+
+def find_tables(model: nn.Module, *, budget: int, blocks: Sequence[nn.Module | str] | None = None) -> list[Table]:
+    """The weights of which rows move.
+
+    They are the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, and those of more than half
+    of the budget. No other module has such a weight, and no compiled module or module of ``blocks`` is around.
+
+    Args:
+        model: Any module.
+        budget: Device bytes.
+        blocks: Modules, or their names, that move as one.
+
+    Raises:
+        UnsupportedModel: ``blocks`` names a module that the model does not have, or one inside another.
+    """
+    whole = chosen(model, blocks or ())
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(module)
+    inside = {module for outer in _whole(model, whole) for module in outer.modules()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [
+        Table(names[parameter], parameter, tuple(modules), all(module.sparse for module in modules))
+        for parameter, modules in users.items()
+        if parameter.numel() > 0
+        and all(_looks_up(module) and module not in inside for module in modules)
+        and (all(module.sparse for module in modules) or parameter.nbytes > budget // _BLOCKS_PER_BUDGET)
+    ]
+
+
+def _whole(model: nn.Module, named: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules whose weights move whole, whatever they are."""
+    return (
+        module
+        for module in model.modules()
+        if module in named or is_compiled(module) or type(module).__name__ == _COMPILED
+    )
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether a module does nothing with its weight but look rows up, as torch's embeddings do."""
+    return (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and type(module).forward in _FORWARDS
+        and "forward" not in module.__dict__
+        and [parameter is not None for parameter in module._parameters.values()] == [True]
+    )

@@ -1,0 +1,320 @@
+"""Looks rows up in a table: those that a call needs go to the device once, and their gradient comes back.
+
+The graph begins at the host parameter. So its gradient is summed, hooked and asked for as that of any parameter of the
+host: it is the one that torch makes, dense or sparse, with the same sums in the same order.
+
+torch's own operation runs on the device, on the rows alone. The numbers of the rows there are in the order of the
+table, so nothing that depends on the order of the numbers differs from a call with the whole table.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hydra_ext import _C
+from hydra_ext.blocks import Table
+from hydra_ext.errors import UnsupportedModel
+from hydra_ext.optim import rows as by_rows
+from hydra_ext.optim.host_optimizer import HostOptimizer
+from hydra_ext.state.layout import Layout
+from hydra_ext.tables import watching
+from hydra_ext.tables.row_steps import RowSteps
+
+
+class TableRows:
+    """One table inside its context.
+
+    Attributes:
+        name: Name of the weight in the model.
+        host: The weight, whose rows stay on the host.
+        device: Device on which rows are looked up.
+        dtype: Dtype of rows on the device.
+        moved_bytes: Bytes of rows copied from host to device.
+        gradient_bytes: Bytes of gradients of rows copied from device to host.
+        steps: Steps of a native optimizer by rows; None if steps read a gradient of the whole table.
+        moved_back_bytes: Bytes of rows that ``max_norm`` has changed, copied from device to host.
+    """
+
+    def __init__(self, table: Table, device: torch.device) -> None:
+        self.name = table.name
+        self.host = table.weight
+        self.device = device
+        self.dtype = self.host.dtype if table.dtype is None else table.dtype
+        self._gradient_dtype = table.gradient_dtype
+        self._sparse = table.sparse
+        self.moved_bytes = 0
+        self.gradient_bytes = 0
+        self.moved_back_bytes = 0
+        self.steps: RowSteps | None = None
+        self._sums: _Sums | None = None
+        self._log: Callable[[], OverwrittenRows | None] = lambda: None
+
+    def open(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """The context begins, in which this optimizer makes the steps. :meth:`close` ends it."""
+        host = self.host
+        if self.device.type == "cpu" and host.requires_grad:
+            self._sums = _Sums(host)
+        casts = self.dtype != host.dtype or self._gradient_dtype is not None
+        native = isinstance(optimizer, HostOptimizer) and optimizer.can_step_rows(host)
+        if native and host.requires_grad and not self._sparse and not casts and watching.can_be_watched(host):
+            self.steps = RowSteps(host)
+            by_rows.mark(host)
+            watching.watch(host, self.steps.settle)
+
+    def settle(self) -> None:
+        """Brings all rows on the host up to date."""
+        if self.steps is not None:
+            self.steps.settle()
+
+    def close(self) -> None:
+        self.settle()
+        if self.steps is not None:
+            by_rows.make_dense(self.host)
+            by_rows.unmark(self.host)
+            watching.unwatch(self.host)
+            self.steps = None
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
+
+    def embedding(
+        self,
+        input: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        """``torch.nn.functional.embedding`` with this table's weight."""
+        rows, local = self._numbered(input)
+        taken = self._taken(rows, max_norm, norm_type)
+        padding = self._local_padding(rows, padding_idx)
+        return functional.embedding(
+            local, taken, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+        )
+
+    def embedding_bag(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> Tensor:
+        """``torch.nn.functional.embedding_bag`` with this table's weight."""
+        rows, local = self._numbered(input)
+        taken = self._taken(rows, max_norm, norm_type)
+        return functional.embedding_bag(
+            local,
+            taken,
+            offsets if offsets is None else offsets.to(self.device),
+            scale_grad_by_freq=scale_grad_by_freq,
+            mode=mode,
+            sparse=sparse,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+            padding_idx=self._local_padding(rows, padding_idx),
+        )
+
+    def _numbered(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that are needed, in order, on the host; and for each index the row's place among them."""
+        if given.dtype not in (torch.int32, torch.int64):
+            functional.embedding(given, torch.empty(1, 1, device=given.device))  # raises as with the whole table
+        with torch.no_grad(), _C.Uncharged():
+            rows, places = torch.unique(given.detach(), return_inverse=True)
+            rows = rows.to("cpu", torch.int64)
+            if len(rows) == 0:
+                rows = torch.zeros(
+                    1, dtype=torch.int64, device="cpu"
+                )  # torch's operations want a row, also for no index
+        if rows[0] < 0 or rows[-1] >= len(self.host):
+            raise IndexError(
+                f"index out of range in self: '{self.name}' has {len(self.host)} rows, and was asked for "
+                f"{rows[0]} to {rows[-1]}"
+            )
+        return rows, places.to(self.device, given.dtype, copy=True)
+
+    def _local_padding(self, rows: Tensor, padding: int | None) -> int | None:
+        if padding is None:
+            return None
+        if not -len(self.host) <= padding < len(self.host):
+            raise AssertionError("Padding_idx must be within num_embeddings")
+        padding %= len(self.host)
+        place = int(torch.searchsorted(rows, padding))
+        return place if place < len(rows) and rows[place] == padding else None
+
+    def _taken(self, rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
+        with torch.no_grad():
+            copied = self._copied(rows)
+            if max_norm is not None:
+                self._renormalise(rows, copied, max_norm, norm_type)
+        taken: Tensor = _Take.apply(self.host, self, rows, [copied])  # type: ignore[no-untyped-call]
+        return taken
+
+    def _copied(self, rows: Tensor) -> Tensor:
+        """The rows on the device."""
+        if self.steps is not None:
+            self.steps.catch_up(rows)
+        host = self._numbers()
+        if self.device.type == "cpu":
+            taken = host.index_select(0, rows).to(self.dtype)
+        else:
+            taken = torch.empty((len(rows), *host.shape[1:]), dtype=host.dtype, device="cpu", pin_memory=True)
+            torch.index_select(host, 0, rows, out=taken)
+            taken = taken.to(self.dtype).to(self.device, non_blocking=True)
+        self.moved_bytes += taken.nbytes
+        return taken
+
+    def _numbers(self) -> Tensor:
+        """The table as it lies on the host: rows may have missed steps."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.host.detach()
+
+    def write(self, rows: Tensor, numbers: Tensor) -> None:
+        """Writes rows that are up to date."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.host.index_copy_(0, rows, numbers)
+
+    def _renormalise(self, rows: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
+        """Does to the rows, here and on the host, what torch does with ``max_norm`` before it looks them up."""
+        if self.dtype != self.host.dtype:
+            raise UnsupportedModel(
+                f"'{self.name}' has max_norm, so its forward writes to it, and param_dtype= casts it: the write would "
+                "be lost; leave one of the two out"
+            )
+        before = copied.clone()
+        everyone = torch.arange(len(rows), device=self.device)
+        torch.embedding_renorm_(copied, everyone, max_norm, norm_type)
+        changed = (copied != before).any(dim=1)
+        written = copied[changed]
+        if not len(written):
+            return
+        self.moved_back_bytes += written.nbytes
+        log = self._log()
+        with _C.Uncharged():
+            places = rows[changed.to("cpu")]
+            if log is not None:
+                log.add(places, self._numbers()[places])
+            self.write(places, written.to("cpu"))
+
+    def log_overwritten(self) -> OverwrittenRows:
+        """A log of the rows that forwards write to from now on, while the caller keeps it."""
+        log = OverwrittenRows(self)
+        self._log = weakref.ref(log)
+        return log
+
+    def host_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
+        """The table's gradient from that of the rows: sparse if that is, otherwise dense."""
+        if torch.is_grad_enabled():
+            raise UnsupportedModel(
+                f"the gradient of '{self.name}' is asked for with a graph of its own (create_graph=True), which rows "
+                "that have left do not have: name the table's module in blocks= of hydra_ext.offload"
+            )
+        host = self.host
+        if gradient.layout == torch.sparse_coo:
+            values = self._on_host(gradient._values())
+            with _C.Uncharged():
+                indices = rows[gradient._indices()[0].to("cpu")]
+                return torch.sparse_coo_tensor(
+                    indices[None],
+                    values,
+                    host.shape,
+                    check_invariants=False,
+                    is_coalesced=gradient.is_coalesced(),
+                )
+        values = self._on_host(gradient)
+        with _C.Uncharged(), torch._C.DisableTorchFunctionSubclass():
+            if self.steps is not None:
+                return torch.sparse_coo_tensor(
+                    rows[None], values, host.shape, check_invariants=False, is_coalesced=True
+                )
+            return torch.zeros_like(host).index_copy_(0, rows, values)
+
+    def _on_host(self, values: Tensor) -> Tensor:
+        """A copy with the same layout: torch adds sparse tensors in another order if their values have gaps."""
+        leaving = values if self._gradient_dtype is None else values.to(self._gradient_dtype)
+        self.gradient_bytes += leaving.nbytes
+        with _C.Uncharged():
+            layout = replace(Layout.of(leaving), dtype=self.host.dtype)
+            return layout.copy(leaving, torch.device("cpu"))
+
+
+class OverwrittenRows:
+    """The rows of one table that forwards have written to, with their numbers from before."""
+
+    def __init__(self, table: TableRows) -> None:
+        self._table = table
+        self._writes: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, rows: Tensor, before: Tensor) -> None:
+        self._writes.append((rows, before))
+
+    @property
+    def name(self) -> str:
+        return self._table.name
+
+    def __len__(self) -> int:
+        """Number of writes so far."""
+        return len(self._writes)
+
+    @torch.no_grad()
+    def undo(self, first: int) -> None:
+        """Undoes the writes from number ``first`` on."""
+        while len(self._writes) > first:
+            self._table.write(*self._writes.pop())
+
+
+class _Take(torch.autograd.Function):
+    """The rows on the device as a function of the table on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, _host: Tensor, table: TableRows, rows: Tensor, copied: list[Tensor]) -> Tensor:
+        ctx.table, ctx.rows = table, rows
+        return copied.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.table.host_gradient(ctx.rows, gradient), None, None, None
+
+
+class _Sums:
+    """Sums of a parameter's gradients, which autograd makes on the host: the simulated device is not charged for them.
+
+    Its memory is host memory, too, so that it cannot tell them apart.
+    """
+
+    def __init__(self, host: nn.Parameter) -> None:
+        with torch.enable_grad():
+            view: Any = host.view_as(host)
+        self._node = view.grad_fn.next_functions[0][0]  # kept, because the parameter does not keep it
+        self._uncharged = threading.local()
+        self._handles = [self._node.register_prehook(self._begin), self._node.register_hook(self._end)]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, _gradients: object) -> None:
+        self._end()  # of a sum that has raised
+        inside = _C.Uncharged()
+        inside.__enter__()
+        self._uncharged.inside = inside
+
+    def _end(self, *_: object) -> None:
+        inside = self._uncharged.__dict__.pop("inside", None)
+        if inside is not None:
+            inside.__exit__(None, None, None)

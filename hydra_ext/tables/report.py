@@ -1,0 +1,53 @@
+"""What a run reports on its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_ext.tables.lookup import TableRows
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """Weights of which rows move, and what has moved since the run began.
+
+    Attributes:
+        names: Their names. They are in no block.
+        nbytes: Their bytes on the host.
+        rows_moved_bytes: Rows copied from host to device.
+        rows_written_back_bytes: Rows that ``max_norm`` has changed, copied from device to host.
+        gradients_moved_bytes: Gradients of rows copied from device to host.
+        stepped_by_rows: Names of those whose steps change the rows with a gradient alone, and of which others catch up.
+    """
+
+    names: tuple[str, ...]
+    nbytes: int
+    rows_moved_bytes: int
+    rows_written_back_bytes: int
+    gradients_moved_bytes: int
+    stepped_by_rows: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.names)}, {_mib(self.nbytes)} on the host: rows in {_mib(self.rows_moved_bytes)}, gradients out "
+            f"{_mib(self.gradients_moved_bytes)}; {len(self.stepped_by_rows)} stepped by rows"
+        )
+
+
+def report_on(tables: Sequence[TableRows]) -> TableReport | None:
+    """The report on these tables; None if there are none."""
+    if not tables:
+        return None
+    return TableReport(
+        names=tuple(table.name for table in tables),
+        nbytes=sum(table.host.nbytes for table in tables),
+        rows_moved_bytes=sum(table.moved_bytes for table in tables),
+        rows_written_back_bytes=sum(table.moved_back_bytes for table in tables),
+        gradients_moved_bytes=sum(table.gradient_bytes for table in tables),
+        stepped_by_rows=tuple(table.name for table in tables if table.steps is not None),
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,112 @@
+"""Steps of a native optimizer that change only the rows with a gradient, and catch up on the others when they are read.
+
+A dense gradient is zero for rows that were not looked up, and yet a step changes them: by weight decay, and by their
+moments. So each step is noted. A row makes the steps that it has missed, one by one and with a gradient of zero, before
+it is looked up, gets a gradient, or anything else reads the table. The kernels work element by element. So the bits are
+those of steps of the whole table.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext import _C
+from hydra_ext.optim.rows import RowStep
+from hydra_ext.tables import watching
+
+_MOST_BEHIND = 64  # steps; then the whole table catches up
+
+
+class RowSteps:
+    """The steps of one table. One thread at a time is inside.
+
+    Args:
+        weight: The table, which is watched while these steps are made.
+
+    Attributes:
+        caught_up: Number of times that the whole table has caught up.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.caught_up = 0
+        self._weight = weight
+        self._lock = threading.RLock()
+        self._made = torch.zeros(len(weight), dtype=torch.int32, device="cpu")  # steps that each row has made
+        self._missed = _Missed(0, ())
+        self._pool: _C.ThreadPool | None = None
+        self._tensors: tuple[Tensor, ...] = ()  # the table and its moments, while rows are behind
+
+    def step(self, step: RowStep, rows: Tensor, values: Tensor, pool: _C.ThreadPool) -> None:
+        """Makes a step. ``values`` is the gradient of these rows, each once; that of all others is zero."""
+        tensors = (self._weight, *step.moments)
+        with self._inside():
+            if not _are_same(tensors, self._tensors):
+                self.settle()
+            self.catch_up(rows)
+            if not step.resting or step.moments:  # else no other row changes
+                self._pool = pool
+                self._use(tensors)
+                self._missed = self._missed.and_then(step)
+            _C.step_rows(list(tensors), rows, self._made, step.scalars, values.contiguous(), self._missed.end, pool)
+            if len(self._missed.steps) == _MOST_BEHIND or not all(map(watching.is_alone, self._tensors)):
+                self.settle()
+
+    def catch_up(self, rows: Tensor) -> None:
+        """Brings rows, each named once, up to date."""
+        with self._inside():
+            if self._missed.steps and self._pool is not None:
+                first, steps = self._missed.first, list(self._missed.steps)
+                _C.catch_up_rows(list(self._tensors), rows, self._made, first, steps, self._pool)
+
+    def settle(self) -> None:
+        """Brings all rows up to date."""
+        with self._inside():
+            if self._missed.steps:
+                self.caught_up += 1
+                self.catch_up(torch.arange(len(self._made), device="cpu"))
+                self._missed = _Missed(self._missed.end, ())
+            self._use(())
+
+    def _use(self, tensors: tuple[Tensor, ...]) -> None:
+        """Notes the table and its moments, of which rows may be behind from now on, or forgets them."""
+        if not _are_same(tensors, self._tensors):
+            for moment in self._tensors[1:]:
+                watching.unwatch(moment)
+            self._tensors = tensors
+            for moment in tensors[1:]:
+                watching.watch(moment, self.settle)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        with self._lock, torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged():
+            yield
+
+
+@dataclass(frozen=True)
+class _Missed:
+    """Steps that some rows have not made.
+
+    Attributes:
+        first: Number of steps before them, which all rows have made.
+        steps: The rule's numbers of each, and whether a row at rest does not change.
+    """
+
+    first: int
+    steps: tuple[tuple[_C.AdamStep | _C.SgdStep, bool], ...]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.steps)
+
+    def and_then(self, step: RowStep) -> _Missed:
+        return replace(self, steps=(*self.steps, (step.scalars, step.resting)))
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
