@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -125,13 +124,16 @@ def test_memory_measured_from_outside_stays_below_the_limit(tmp_path: Path) -> N
     nbytes = 48 * 2**20
     limit = base_bytes(nbytes) + nbytes + nbytes // 2
     measured = tmp_path / "measured"
-    command = [sys.executable, outside.__file__, str(os.getpid()), str(measured)]
-    with data.tuned(waiting(0.05, nbytes=nbytes), memory=limit) as loader, subprocess.Popen(command):
-        try:
-            for _ in until(lambda: is_full(loader), loader):
-                pass
-        finally:
-            (tmp_path / "measured.over").touch()
+    with data.tuned(waiting(0.05, nbytes=nbytes), memory=limit) as loader:
+        items = until(lambda: is_full(loader), loader)
+        next(items)
+        server = loader._workshop.processes[0]
+        with subprocess.Popen([sys.executable, outside.__file__, str(server), str(measured)]):
+            try:
+                for _ in items:
+                    pass
+            finally:
+                (tmp_path / "measured.over").touch()
         assert max(each.workers[0] for each in intervals(loader)) == 2
     figures = [int(line) for line in measured.read_text().split()]
     assert 2 * nbytes < max(figures) <= limit

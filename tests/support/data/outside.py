@@ -1,6 +1,7 @@
 """Memory of worker processes, measured from another process: its arguments are a process and a file to write to.
 
-Each line is a measurement: bytes of the process's children and theirs, without pages of files; a line ``over`` ends it.
+Each line is a measurement: bytes of the process, its children and theirs, without pages of files. A file with that name
+and ``.over`` behind it ends it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def taken(process: int) -> int:
 
 
 def main() -> None:
-    trained, me = int(sys.argv[1]), sys.argv[2]
-    while Path(f"/proc/{trained}").exists() and not Path(me + ".over").exists():
-        measured = sum(taken(each) for each in below(trained))
-        with open(me, "a") as file:
+    first, out = int(sys.argv[1]), sys.argv[2]
+    while Path(f"/proc/{first}").exists() and not Path(out + ".over").exists():
+        measured = sum(taken(each) for each in [first, *below(first)])
+        with open(out, "a") as file:
             file.write(f"{measured}\n")
 
 
