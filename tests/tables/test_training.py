@@ -193,6 +193,7 @@ def test_tables_get_their_numbers_on_entering() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo reads it behind a break
 def test_a_compiled_model_looks_rows_up() -> None:
     found = []
     for budget in (None, BUDGET):
