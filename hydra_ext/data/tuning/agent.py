@@ -83,7 +83,7 @@ class Agent:
             self._learner = Learner(
                 self._network, stages=stages, kept=_KEPT, batch=_BATCH, rate=_RATE, generator=generator
             )
-        self._learner.add(transition)
+        self._learner.add([transition])
         self._learner.update()
 
 

@@ -69,17 +69,20 @@ class Network(nn.Module):
         return cast(torch.Tensor, self.values(functional.relu(self.together(torch.cat([own, pooled], -1)))))
 
 
+_NO_FEATURES, _NO_ACTIONS = [0.0] * FEATURES, [False] * len(ACTIONS)
+
+
 def padded(states: Sequence[State], stages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Features, what is allowed, and which stages are there: of pipelines with so many stages or fewer."""
-    features = torch.zeros(len(states), stages, FEATURES, dtype=torch.float32, device="cpu")
-    allowed = torch.zeros(len(states), stages, len(ACTIONS), dtype=torch.bool, device="cpu")
-    is_there = torch.zeros(len(states), stages, dtype=torch.bool, device="cpu")
-    for index, state in enumerate(states):
-        count = len(state.features)
-        features[index, :count] = state.features
-        allowed[index, :count] = state.allowed
-        is_there[index, :count] = True
-    return features, allowed, is_there
+    short = [stages - len(state.features) for state in states]
+    features = [[*state.features, *[_NO_FEATURES] * none] for state, none in zip(states, short, strict=True)]
+    allowed = [[*state.allowed, *[_NO_ACTIONS] * none] for state, none in zip(states, short, strict=True)]
+    is_there = [[True] * (stages - none) + [False] * none for none in short]
+    return (
+        torch.tensor(features, dtype=torch.float32, device="cpu"),
+        torch.tensor(allowed, dtype=torch.bool, device="cpu"),
+        torch.tensor(is_there, dtype=torch.bool, device="cpu"),
+    )
 
 
 def values(network: Network, states: Sequence[State]) -> list[list[list[float]]]:
@@ -128,16 +131,18 @@ class Learner:
         self._actions = torch.zeros(kept, stages, dtype=torch.int64, device="cpu")
         self._rewards = torch.zeros(kept, dtype=torch.float32, device="cpu")
 
-    def add(self, transition: Transition) -> None:
-        """Takes the place of the oldest one, once there are as many as are kept."""
-        place, self._count = self._count % self._kept, self._count + 1
+    def add(self, transitions: Sequence[Transition]) -> None:
+        """Take the places of the oldest ones, once there are as many as are kept."""
+        if not transitions:
+            return
         stages = self._is_there.shape[1]
-        before, _, self._is_there[place : place + 1] = padded([transition.state], stages)
-        after, allowed, _ = padded([transition.next_state], stages)
-        self._features[0, place], self._features[1, place] = before[0], after[0]
-        self._allowed[place] = allowed[0]
-        self._actions[place, : len(transition.actions)] = torch.tensor(transition.actions, device="cpu")
-        self._rewards[place] = transition.reward
+        places = (torch.arange(len(transitions), device="cpu") + self._count) % self._kept
+        self._count += len(transitions)
+        self._features[0, places], _, self._is_there[places] = padded([each.state for each in transitions], stages)
+        self._features[1, places], self._allowed[places], _ = padded([each.next_state for each in transitions], stages)
+        actions = [[*each.actions, *[0] * (stages - len(each.actions))] for each in transitions]
+        self._actions[places] = torch.tensor(actions, device="cpu")
+        self._rewards[places] = torch.tensor([each.reward for each in transitions], dtype=torch.float32, device="cpu")
 
     def update(self) -> None:
         """One step of gradient descent, once there are transitions for a batch."""

@@ -74,9 +74,8 @@ def trained(*, seed: int = 0, intervals: int = 3000, reward: Reward | None = Non
         for group in learner.optimizer.param_groups:
             group["lr"] = _RATE * max(0.03, left)
         found = values(network, [each.state for each in pipelines])
+        learner.add([Transition(*each.last, reward.of(each.view), each.state) for each in pipelines if each.last])
         for pipeline, its in zip(pipelines, found, strict=True):
-            if pipeline.last is not None:
-                learner.add(Transition(*pipeline.last, reward.of(pipeline.view), pipeline.state))
             if pipeline.view.memory > pipeline.view.limit:
                 pipeline.go_on(None, shed(pipeline.view))
             else:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hydra_ext.data.tuning.views import StageView, View
 
 ACTIONS = (0.5, 0.875, 1.0, 1.125, 2.0)  # times the workers of a stage, at least one more or less
@@ -22,12 +20,12 @@ class State:
     """One interval.
 
     Attributes:
-        features: float32[stages, FEATURES].
-        allowed: bool[stages, actions]: which of them a stage can take alone, within the limit.
+        features: FEATURES numbers of each stage.
+        allowed: Of each stage and action: whether the stage can take it alone, within the limit.
     """
 
-    features: torch.Tensor
-    allowed: torch.Tensor
+    features: Sequence[Sequence[float]]
+    allowed: Sequence[Sequence[bool]]
 
 
 class Memory:
@@ -70,10 +68,7 @@ class Memory:
             [_after(stage.workers, each) >= 1 and _cost(stage, each) <= max(0, room) for each in range(len(ACTIONS))]
             for stage in view.stages
         ]
-        return State(
-            torch.tensor(features, dtype=torch.float32, device="cpu"),
-            torch.tensor(allowed, dtype=torch.bool, device="cpu"),
-        )
+        return State(features, allowed)
 
 
 def taken(view: View, wishes: Sequence[int], gains: Sequence[float]) -> tuple[list[int], tuple[int, ...]]:
