@@ -128,7 +128,7 @@ def agents(folder: Path, asked: argparse.Namespace) -> None:
     for weight in WEIGHTS:
         networks = [network(seed, weight, folder) for seed in range(asked.seeds)]
         for learns in (False, True):
-            for noise in NOISES:
+            for noise in asked.noises:
                 results = [
                     run(functools.partial(Agent, its, learns=learns, reward=Reward(weight)), asked.problems, noise)
                     for its in networks
@@ -140,6 +140,7 @@ def agents(folder: Path, asked: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--noises", type=float, nargs="+", default=NOISES)
     parser.add_argument("--seeds", type=int, default=5, help="of networks; 0: the rule alone")
     parser.add_argument("--networks", type=Path, help="a folder that keeps what was trained")
     asked = parser.parse_args()
@@ -149,7 +150,7 @@ def main() -> int:
     print("| who | noise | have 95 % by 30 | least | mean from 30 | after a change | least | mean | above | changes |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     holds = True
-    for noise in NOISES:
+    for noise in asked.noises:
         result = run(Rule, asked.problems, noise)
         holds &= not result.above and min(result.at[0] + result.at[1]) >= GOAL
         print(row("rule", noise, [result]), flush=True)

@@ -39,7 +39,9 @@ def test_values_of_a_pipeline_do_not_depend_on_those_beside_it(seed: int, stages
 def test_stages_are_alike_to_the_network() -> None:
     its = state(3)
     order = [3, 0, 4, 1, 2]
-    turned = values(network(), [State([its.features[index] for index in order], [its.allowed[index] for index in order])])[0]
+    turned = values(
+        network(), [State([its.features[index] for index in order], [its.allowed[index] for index in order])]
+    )[0]
     torch.testing.assert_close(torch.tensor(turned), torch.tensor(values(network(), [its])[0])[order])
 
 

@@ -120,9 +120,7 @@ def test_the_rule_comes_near_the_best_and_again_after_a_change(seed: int, stages
     assert shares(rule, pipeline, 31, may_begin_above=True)[30] >= 0.95
 
 
-@pytest.mark.parametrize(
-    ("seed", "noise"), [(20, 0.0), (39, 0.0), (53, 0.0), (77, 0.0), (96, 0.0), (177, 0.0), (96, 0.1), (192, 0.1)]
-)
+@pytest.mark.parametrize(("seed", "noise"), [(17, 0.0), (39, 0.0), (60, 0.0), (83, 0.0), (96, 0.1), (177, 0.1)])
 def test_the_rule_soon_sees_a_change_where_it_had_settled(seed: int, noise: float) -> None:
     """The seeds are those of problems where it would wait for long, or where noise would hide what was gained."""
     rule, pipeline = Rule(), SimulatedPipeline(random_problem(seed), noise=noise, seed=seed)
