@@ -120,6 +120,15 @@ def test_the_rule_comes_near_the_best_and_again_after_a_change(seed: int, stages
     assert shares(rule, pipeline, 31, may_begin_above=True)[30] >= 0.95
 
 
+@pytest.mark.parametrize(("seed", "noise"), [(17, 0.0), (39, 0.0), (60, 0.0), (83, 0.0), (96, 0.1), (177, 0.1)])
+def test_the_rule_soon_sees_a_change_where_it_had_settled(seed: int, noise: float) -> None:
+    """The seeds are those of problems where it would wait for long, or where noise would hide what was gained."""
+    rule, pipeline = Rule(), SimulatedPipeline(random_problem(seed), noise=noise, seed=seed)
+    shares(rule, pipeline, 100)
+    pipeline.problem = changed(pipeline.problem, seed)
+    assert shares(rule, pipeline, 31, may_begin_above=True)[30] >= 0.95
+
+
 def settled_changes(noise: float, make: Callable[[], Decides]) -> float:
     """How often workers change, for each interval behind the 30th."""
     counts = []

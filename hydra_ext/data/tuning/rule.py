@@ -102,7 +102,6 @@ class Rule:
         workers = tuple(stage.workers for stage in view.stages)
         if view.memory > view.limit:
             self._trial = None
-            self._begin()
             return self._go_on(workers, shed(view))
         self._notice(view, workers)
         trial = self._trial
