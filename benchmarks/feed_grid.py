@@ -10,10 +10,11 @@ Epochs of the pipelines of feed.py, all by turns in one process:
     nodes thread, nodes process    ParallelMapper of torchdata.nodes with a worker for each core
     SPDL thread, SPDL process      SPDL with as many, if it is installed
 
-DataLoader has persistent workers, SPDL a pool that stays. ParallelMapper begins new workers with each epoch. The grid
-has turns of its own before, so what was fastest there is measured anew. The consumer waits behind each batch, as for
-a GPU: it takes no core. With --computes it multiplies matrices on the same cores. Goals: at least 0.98 times as fast as
-the best of the grid and 1.5 times as fast as the default; where it computes, at least as fast as the best of the grid.
+DataLoader has persistent workers, SPDL a pool that stays. ParallelMapper begins new workers with each epoch, and those
+of its processes may print that they can only test a child process. The grid has turns of its own before, so what was
+fastest there is measured anew. The consumer waits behind each batch, as for a GPU: it takes no core. With --computes it
+multiplies matrices on the same cores. Goals: at least 0.98 times as fast as the best of the grid and 1.5 times as fast
+as the default; where it computes, at least as fast as the best of the grid.
 """
 
 from __future__ import annotations
