@@ -47,7 +47,7 @@ FAST     := test_architecture.py test_blocks.py test_cpp_source.py test_guard.py
             fleet/test_journal.py heads/test_unmade.py optim/test_rules.py \
             parity/test_hook.py pipeline/test_plain_refusals.py plan profile/test_cuts.py pytorch/test_saved_digest.py rounds/test_norms.py \
             runtime/test_devices.py schedule/test_text.py schedule/test_verifier.py split/test_kinds.py stash/test_parts.py state \
-            tiled/test_formats.py
+            tables/test_refusals.py tiled/test_formats.py
 # Ninja by its present path: a build folder remembers the ninja of the venv that first configured it.
 CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
 NVCC     := $(shell command -v nvcc)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal
 
 from hydra_ext.errors import InvalidArgument, InvalidBudget
@@ -34,6 +33,8 @@ def parse_bytes(size: int | str, *, named: str = "budget") -> int:
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
             raise InvalidBudget(f"{named}={size!r} is not a size: write a number and a unit, such as '8GiB' or '512MB'")
+        from fractions import Fraction  # three modules, of which importing hydra_ext has no need
+
         size = int(Fraction(match.group(1)) * unit)
     if size <= 0:
         raise InvalidBudget(f"{named}={size!r} leaves no memory: give a positive number of bytes")

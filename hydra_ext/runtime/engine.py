@@ -18,10 +18,10 @@ from torch.autograd.variable import Variable
 
 from hydra_ext import _C
 from hydra_ext.runtime.replicas import Replicas
-from hydra_ext.tables.lookup import TableRows
 
 if TYPE_CHECKING:
     from hydra_ext.runtime.reporting.figures import StepMeter
+    from hydra_ext.tables.lookup import TableRows
 
 Seat = tuple[int, int] | None
 

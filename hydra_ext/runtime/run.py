@@ -38,9 +38,7 @@ from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
 from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.arguments import tensors_in
-from hydra_ext.tables.face import open_tables
-from hydra_ext.tables.lookup import TableRows
-from hydra_ext.tables.report import report_on
+from hydra_ext.tables.discovery import open_tables, report_on, table_rows
 from hydra_ext.tracing import not_traced
 
 if TYPE_CHECKING:
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from hydra_ext.checkpoint.loading import Loaded
     from hydra_ext.heads.calls import Heads
     from hydra_ext.plan.steps.forecast import Plan
+    from hydra_ext.tables.lookup import TableRows
 
 
 class Run:
@@ -89,7 +88,7 @@ class Run:
         self._place = place
         self._saving = saving
         self._spilling = spilling
-        self.tables = [TableRows(table, place.device) for table in layout.tables]
+        self.tables = table_rows(layout.tables, place.device)
         self.model, self.optimizer = model, None
         self.layout = layout
         self.core, self.replicas = core, replicas

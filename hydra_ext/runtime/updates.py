@@ -12,7 +12,7 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from hydra_ext.optim import clip, rows
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
 from hydra_ext.runtime.placement.homes import Homes
 from hydra_ext.runtime.placement.spilling import Spilling
-from hydra_ext.tables.lookup import TableRows
-from hydra_ext.tables.row_steps import RowSteps
+
+if TYPE_CHECKING:
+    from hydra_ext.tables.lookup import TableRows
+    from hydra_ext.tables.row_steps import RowSteps
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,23 @@
-"""Which weights are tables: those of embeddings alone that ask for sparse gradients, or that are too large to move."""
+"""Which weights are tables: those of embeddings alone that ask for sparse gradients, or that are too large to move.
+
+And what a run does with them. The modules that look rows up are imported for models that have tables.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from hydra_ext import _C
 from hydra_ext.blocks import Table, chosen
 from hydra_ext.calls import is_compiled
+
+if TYPE_CHECKING:
+    from hydra_ext.tables.lookup import TableRows
+    from hydra_ext.tables.report import TableReport
 
 # A weight of more than this part of the budget moves by rows: as a block it would leave no room for the next block.
 _BLOCKS_PER_BUDGET = 2
@@ -63,4 +73,43 @@ def _looks_up(module: nn.Module) -> bool:
         and type(module).forward in _FORWARDS
         and "forward" not in module.__dict__
         and [parameter is not None for parameter in module._parameters.values()] == [True]
+    )
+
+
+# ---- a run's tables --------------------------------------------------------------------------------------------------
+
+
+def table_rows(tables: Sequence[Table], device: torch.device) -> list[TableRows]:
+    """The rows of these tables, which the device looks up."""
+    if not tables:
+        return []
+    from hydra_ext.tables.lookup import TableRows
+
+    return [TableRows(table, device) for table in tables]
+
+
+def open_tables(tables: Sequence[TableRows], gate: _C.WindowGate, optimizer: torch.optim.Optimizer | None) -> None:
+    """The context of these tables begins: modules show faces in their places while a window is open."""
+    if not tables:
+        return
+    from hydra_ext.tables.face import TableFace
+
+    for table in tables:
+        table.open(optimizer)
+        gate.show(table.host, TableFace.of(table))
+
+
+def report_on(tables: Sequence[TableRows]) -> TableReport | None:
+    """The report on these tables; None if there are none."""
+    if not tables:
+        return None
+    from hydra_ext.tables.report import TableReport
+
+    return TableReport(
+        names=tuple(table.name for table in tables),
+        nbytes=sum(table.host.nbytes for table in tables),
+        rows_moved_bytes=sum(table.moved_bytes for table in tables),
+        rows_written_back_bytes=sum(table.moved_back_bytes for table in tables),
+        gradients_moved_bytes=sum(table.gradient_bytes for table in tables),
+        stepped_by_rows=tuple(table.name for table in tables if table.steps is not None),
     )

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hydra_ext import _C
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.tables.lookup import TableRows
 from hydra_ext.tracing import nothing_traced
@@ -87,13 +86,6 @@ class TableFace(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise _reads_the_whole(_face_in((*args, *(kwargs or {}).values())), func)
-
-
-def open_tables(tables: Sequence[TableRows], gate: _C.WindowGate, optimizer: torch.optim.Optimizer | None) -> None:
-    """The context of these tables begins: modules show faces in their places while a window is open."""
-    for table in tables:
-        table.open(optimizer)
-        gate.show(table.host, TableFace.of(table))
 
 
 def _needs_no_bytes(func: Callable[..., Any]) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from hydra_ext.tables.lookup import TableRows
 
 
 @dataclass(frozen=True)
@@ -33,20 +30,6 @@ class TableReport:
             f"{len(self.names)}, {_mib(self.nbytes)} on the host: rows in {_mib(self.rows_moved_bytes)}, gradients out "
             f"{_mib(self.gradients_moved_bytes)}; {len(self.stepped_by_rows)} stepped by rows"
         )
-
-
-def report_on(tables: Sequence[TableRows]) -> TableReport | None:
-    """The report on these tables; None if there are none."""
-    if not tables:
-        return None
-    return TableReport(
-        names=tuple(table.name for table in tables),
-        nbytes=sum(table.host.nbytes for table in tables),
-        rows_moved_bytes=sum(table.moved_bytes for table in tables),
-        rows_written_back_bytes=sum(table.moved_back_bytes for table in tables),
-        gradients_moved_bytes=sum(table.gradient_bytes for table in tables),
-        stepped_by_rows=tuple(table.name for table in tables if table.steps is not None),
-    )
 
 
 def _mib(size: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hydra_ext.data.stages.map import Map
 from hydra_ext.data.tuning.memory import Account
@@ -15,14 +14,14 @@ _PAUSE = 2.0  # seconds: a shorter gap between two items is no pause
 _SLACK = 2**20  # bytes that results leave of the limit, for what processes grow between two looks
 
 
-@dataclass
 class _Seen:
     """Figures of one stage when an interval began."""
 
-    first: int = 0  # done before the first interval
-    done: int = 0
-    seconds: float = 0.0
-    service: float = 0.0
+    def __init__(self) -> None:
+        self.first = 0  # done before the first interval
+        self.done = 0
+        self.seconds = 0.0
+        self.service = 0.0
 
 
 class Watch:

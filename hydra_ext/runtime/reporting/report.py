@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hydra_ext import _C
 from hydra_ext.activations.report import StashReport
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.reporting.figures import DataReport, StepMeter
-from hydra_ext.tables.report import TableReport
+
+if TYPE_CHECKING:
+    from hydra_ext.tables.report import TableReport
 
 
 @dataclass(frozen=True)
