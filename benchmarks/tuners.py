@@ -59,11 +59,11 @@ class Result:
     changes: float
 
 
-def run(make: Callable[[], Decides], problems: int, noise: float) -> Result:
+def run(make: Callable[[], Decides], problems: range, noise: float) -> Result:
     at: tuple[list[float], list[float]] = ([], [])
     means: tuple[list[float], list[float]] = ([], [])
     above = changes = 0
-    for seed in range(problems):
+    for seed in problems:
         tuner, pipeline = make(), SimulatedPipeline(random_problem(seed), noise=noise, seed=seed)
         for part in range(2):
             if part:
@@ -78,7 +78,7 @@ def run(make: Callable[[], Decides], problems: int, noise: float) -> Result:
                 pipeline.workers = workers
             at[part].append(found[AT])
             means[part].append(statistics.fmean(found[AT:]))
-    return Result(at, means, above, changes / (2 * (INTERVALS - AT) * problems))
+    return Result(at, means, above, changes / (2 * (INTERVALS - AT) * len(problems)))
 
 
 def reached(shares: Sequence[float]) -> float:
@@ -127,7 +127,8 @@ def network(seed: int, weight: float, folder: Path) -> Network:
 
 def agents(folder: Path, asked: argparse.Namespace) -> None:
     for learns, weight, noise in itertools.product((False, True) if asked.seeds else (), WEIGHTS, asked.noises):
-        problems = asked.problems // 4 if learns else asked.problems
+        held = asked.problems // 4 if learns else asked.problems
+        problems = range(asked.first, asked.first + held)
         results = [
             run(
                 functools.partial(Agent, network(seed, weight, folder), learns=learns, reward=Reward(weight)),
@@ -142,18 +143,20 @@ def agents(folder: Path, asked: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="of the problems: the rule was developed on 0 to 199")
     parser.add_argument("--noises", type=float, nargs="+", default=NOISES)
     parser.add_argument("--seeds", type=int, default=5, help="of networks; 0: the rule alone")
     parser.add_argument("--networks", type=Path, help="a folder that keeps what was trained")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    left = [dearest(random_problem(seed)) for seed in range(asked.problems)]
+    problems = range(asked.first, asked.first + asked.problems)
+    left = [dearest(random_problem(seed)) for seed in problems]
     print(f"Where InTune's reward is highest, {reached(left):.1%} of the problems have 95 % of the rate.\n")
     print("| who | noise | have 95 % by 30 | least | mean from 30 | after a change | least | mean | above | changes |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     holds = True
     for noise in asked.noises:
-        result = run(Rule, asked.problems, noise)
+        result = run(Rule, problems, noise)
         holds &= not result.above and min(result.at[0] + result.at[1]) >= GOAL
         print(row("rule", noise, [result]), flush=True)
     with tempfile.TemporaryDirectory() as folder:
