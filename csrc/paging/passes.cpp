@@ -112,6 +112,7 @@ double Passes::wait_for_fills() noexcept {
   double waited = 0.0;
   {
     const Stopwatch watch(waited);
+    const Stall stall(backend_.stalls());
     std::optional<ActivityRange> range;
     for (const auto& block : table_.all()) {
       TicketPtr ticket;

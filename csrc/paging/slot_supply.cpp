@@ -57,6 +57,7 @@ bool SlotSupply::wait_for_movable(bool or_carried) {
     }
   }
   const ActivityRange range(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForRoom);
+  const Stall stall(backend_.stalls());
   if (unfinished) {
     unfinished->wait_quietly();
   } else if (dirty) {
@@ -70,6 +71,7 @@ Slot SlotSupply::allocate(Bytes bytes) {
     const Lock lock = table_.lock();
     ++carried_;
   }
+  const Stall stall(backend_.stalls());  // a device that has to free memory first waits for all that runs
   Slot slot;
   try {
     slot.memory = slots_.allocate(bytes);

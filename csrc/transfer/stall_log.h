@@ -1,4 +1,5 @@
-// Seconds in which a device's compute stood still, because it, or the host that feeds it, waited for a lane.
+// Seconds in which a device's compute stood still, because it, or the host that feeds it, waited for a lane, or for
+// memory.
 //
 // A GPU tells times of what is in its stream, waits included. Without these seconds they are the times of compute. A
 // wait of the host counts only as far as the stream ran empty behind it. While the log is off, a stall costs one

@@ -161,6 +161,7 @@ void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradi
   const bool first = !sum.defined();
   const bool direct = first && gradient.scalar_type() == parameter.host.scalar_type();
   if (first) {
+    const Stall stall(backend_.stalls());  // no later step makes this memory
     sum = parameter.gradient_buffer(gradient, arena_);
   }
   leaving_.count(bytes, /*synchronous=*/false);
