@@ -30,7 +30,7 @@ bool allocate_pages(int descriptor, int mode, Bytes begin, Bytes bytes) noexcept
 
 }  // namespace
 
-SharedRegion::SharedRegion(Bytes most) : most_(round_up(most, kGrain)), limit_(most_) {
+SharedRegion::SharedRegion(Bytes most) : most_(round_up(most, kGrain)), owner_(::getpid()), limit_(most_) {
   HYDRA_EXPECT(most > 0, StateError, "a shared region of " + std::to_string(most) + " bytes: give at least one");
   descriptor_ = ::memfd_create("hydra_ext data", MFD_CLOEXEC);
   HYDRA_EXPECT(descriptor_ >= 0, OutOfMemory, "no memory could be shared with workers: " + reason());
@@ -102,6 +102,9 @@ bool SharedRegion::grow(Bytes bytes) {
 }
 
 void SharedRegion::release(Bytes offset) {
+  if (::getpid() != owner_) {
+    return;
+  }
   const std::lock_guard lock(mutex_);
   const auto block = blocks_.find(offset);
   HYDRA_EXPECT(block != blocks_.end(), StateError, "no block starts at " + std::to_string(offset));
@@ -139,6 +142,9 @@ void SharedRegion::set_limit(Bytes limit) {
 }
 
 void SharedRegion::trim() noexcept {
+  if (::getpid() != owner_) {
+    return;
+  }
   const std::lock_guard lock(mutex_);
   give_back(0);
 }

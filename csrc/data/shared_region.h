@@ -5,7 +5,8 @@
 // a sparse file would give a worker a bus error later.
 //
 // Ownership: blocks belong to the process that made the region. Workers map it by its descriptor, and write where they
-// are told. A worker that dies while it writes leaves nothing locked; its block is released and made again.
+// are told. A worker that dies while it writes leaves nothing locked; its block is released and made again. In a forked
+// child, which has a copy of the books and the same pages, release() and trim() do nothing.
 // Threads: all calls are thread-safe. Units: bytes. Blocks start at multiples of kBlockAlignment.
 #pragma once
 
@@ -53,6 +54,7 @@ class SharedRegion {
   void give_back(Bytes begin) noexcept;
 
   const Bytes most_;
+  const int owner_;  // the process
   int descriptor_ = -1;
   std::byte* data_ = nullptr;
   mutable std::mutex mutex_;

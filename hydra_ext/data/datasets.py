@@ -69,7 +69,7 @@ def from_dataset(
     expect_positive("prefetch_factor", prefetch_factor)
     _check(batch_size, shuffle, sampler, batch_sampler, drop_last, is_stream=isinstance(dataset, IterableDataset))
     batched = batch_size is not None or batch_sampler is not None
-    collate = collate_fn or (default_collate if batched else default_convert)
+    collate = (default_collate if batched else default_convert) if collate_fn is None else collate_fn
     kind = Collate if isinstance(dataset, IterableDataset) else partial(Fetch, dataset)
     function = kind(map, collate, batched=batched, seeded=method == "process")
     size, keys = (batch_size, sampler) if batch_sampler is None else (None, batch_sampler)

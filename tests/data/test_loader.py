@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -293,16 +292,10 @@ def test_a_closed_loader_still_has_its_state() -> None:
     assert loader.state_dict() == state
 
 
-def test_keys_of_numpy_are_numbers_in_a_state() -> None:
-    with data.from_dataset(functions.Rows(8), 2, sampler=numpy.arange(8), method="thread") as loader:
-        next(iter(loader))
-        state = json.loads(json.dumps(loader.state_dict()))
-    assert state["root"]["source"]["order"] == list(range(8))
-
-
 # ---- random numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_collating_draws_by_the_epochs_seed() -> None:
     found = []
     for seed in (1, 1, 2):
@@ -400,7 +393,7 @@ def test_a_state_of_another_loader_is_refused() -> None:
         state = loader.state_dict()
     with data.from_dataset(functions.Rows(9), 4, method="thread") as loader:
         loader.load_state_dict(state)
-        with pytest.raises(InvalidArgument, match=r"were \[9, 3, False\], and are \[9, 4, False\]"):
+        with pytest.raises(InvalidArgument, match=r"had .*'batch_size': 3,.* has .*'batch_size': 4,"):
             iter(loader)
     with data.Loader(data.Prefetch(IterableWrapper(range(3)), depth=1)) as other:
         other.load_state_dict(state)

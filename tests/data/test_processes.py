@@ -79,6 +79,7 @@ def test_what_a_function_changes_is_new_again_when_it_is_tried_again(tmp_path: P
         assert loader.report().deaths == 1
 
 
+@pytest.mark.full
 def test_workers_outlive_the_process_that_they_are_forked_from() -> None:
     """In the sense that others take their place."""
     with mapped(range(60), functions.rows, workers=2) as loader:
@@ -139,6 +140,71 @@ def test_workers_leave_when_fewer_are_wanted_and_come_back() -> None:
         server, *rest = processes_of(loader)
         assert len(rest) == 4
     wait_until(lambda: not any(map(alive, [server, *rest])))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("ends", ["frees", "closes", "goes"])
+def test_a_forked_child_leaves_workers_and_results_alone(ends: str) -> None:
+    """Results are what they were also where a child frees its own, which lie in the same pages."""
+    with data.from_dataset(functions.Rows(12), 2, num_workers=1) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        expected = digest(first)
+        loader._workshop.region.limit = 0  # as where processes have taken the memory
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if ends == "closes":
+                    loader.close()
+                elif ends == "goes":
+                    with pytest.raises(StateError, match="a fork has made"):
+                        next(batches)
+                del first
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert digest(first) == expected
+        loader._workshop.region.limit = loader._workshop.region.most
+        assert [float(batch["array"][0, 0]) for batch in batches] == [2, 4, 6, 8, 10]
+        assert loader.report().deaths == 0
+
+
+@pytest.mark.full
+def test_a_large_function_is_kept_on_disk() -> None:
+    """The training has its dataset once, and a server that takes another's place gets it anew."""
+    with mapped(range(30), functions.Large(), workers=1) as loader:
+        found = []
+        for each in loader:
+            found.append(each)
+            if each == 5:
+                (kept,) = loader._workshop._servers._functions
+                assert kept.data._rolled  # type: ignore[attr-defined]  # into a file
+                os.kill(processes_of(loader)[0], signal.SIGKILL)
+        assert loader.report().deaths > 0
+    assert found == list(range(30))
+
+
+def test_workers_have_the_trainings_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with mapped(range(2), functions.drawn) as loader:
+            assert [item["torch"].dtype for item in loader] == [torch.float64] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_nested_tensors_come() -> None:
+    with mapped(range(2), functions.nested) as loader:
+        assert [[each.tolist() for each in item.unbind()] for item in loader] == [[[0], [0, 0]], [[1], [1, 1]]]
+
+
+def test_what_cannot_be_taken_over_from_a_worker_is_told() -> None:
+    with mapped(range(3), functions.CannotBeMade) as loader:
+        batches = iter(loader)
+        with pytest.raises(StageFailed, match=r"'rows', sample 0: what its function has made.*KeyError: 'not here'"):
+            next(batches)
 
 
 def test_a_training_with_threads_is_not_forked() -> None:
@@ -207,6 +273,7 @@ def test_a_small_memory_is_enough_whoever_keeps_results() -> None:
         assert loader.report().inline > 0
 
 
+@pytest.mark.full
 def test_results_that_are_not_kept_always_find_room() -> None:
     """One that the consumer uses, the next one, and what there is beside them, for results that come early."""
     for memory in ("64KiB", "128KiB", "192KiB"):  # of 2, 5 and 8 results
@@ -349,6 +416,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_a_spawned_training_may_have_functions_of_the_program(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SPAWNS)

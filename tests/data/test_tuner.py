@@ -91,6 +91,7 @@ def test_an_iteration_is_tuned_whose_loader_nothing_else_holds() -> None:
     assert [thread.is_alive() for thread in threads] == [False]
 
 
+@pytest.mark.full
 def test_a_training_that_keeps_all_results_goes_on_beside_the_memory() -> None:
     with data.tuned(waiting(0.0), memory=base_bytes(2**20) + 8 * 2**20) as loader:
         kept = list(itertools.islice(loader, 1200))  # 25 MB
@@ -119,6 +120,7 @@ def test_a_tuner_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
 
+@pytest.mark.full
 def test_memory_measured_from_outside_stays_below_the_limit(tmp_path: Path) -> None:
     """The stage would use many workers, and there is memory for two."""
     nbytes = 48 * 2**20
@@ -144,6 +146,7 @@ def is_full(loader: data.Loader) -> bool:
     return sum(each.view.stages[0].workers == 2 for each in intervals(loader)) > 2
 
 
+@pytest.mark.full
 def test_workers_that_grow_are_taken_back_and_then_it_is_told(tmp_path: Path) -> None:
     asked = tmp_path / "grow"
     node = data.Map(IterableWrapper(itertools.count()), functions.Grows(asked, 2**18), name="grows")

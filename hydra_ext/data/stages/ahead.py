@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 import weakref
@@ -189,9 +190,18 @@ class Flow:
                 self._changed.notify_all()
 
     def _end(self, number: int, reason: _Ended | _Broken) -> None:
+        """No item comes from this number on. Those that were given before are taken again, and not waited for."""
+        given = self.start.given
+        if number < given and isinstance(reason, _Ended):
+            reason = _Broken(
+                InvalidArgument(
+                    f"the state is behind {given} items, and the source has ended after {number}: go on with the data "
+                    "that it was taken with"
+                )
+            )
         with self._changed:
             if not self._is_stopped:
-                self._outcomes[number] = reason
+                self._outcomes[max(number, given)] = reason
                 self._changed.notify_all()
 
     def _feed(self) -> None:
@@ -250,6 +260,7 @@ class Ahead(BaseNode[_Item]):
         self.source = source
         self._depth = depth
         self._flow: Flow | None = None
+        self._owner = 0  # the process that has the flow's thread
         self._flows = 0
         self._epoch = -1
 
@@ -280,7 +291,7 @@ class Ahead(BaseNode[_Item]):
             given, skip, self._epoch = (int(initial_state[key]) for key in ("given", "skip", "epoch"))
             start = Start(flow=self._flows, epoch=self._epoch, given=given, skip=skip)
             self.source.reset(dict(initial_state["source"]))
-        self._flow = Flow(self.source, start, self._submit(), depth=self._depth)
+        self._flow, self._owner = Flow(self.source, start, self._submit(), depth=self._depth), os.getpid()
         self._flow.resize(self._depth)  # another thread may have changed it meanwhile
         # What ends it refers to neither: an error that a flow has kept may refer, by its traceback, to this node.
         self._finalizer = weakref.finalize(self, _stop_if_there, weakref.ref(self.source), weakref.ref(self._flow))
@@ -294,6 +305,8 @@ class Ahead(BaseNode[_Item]):
     def _running(self) -> Flow:
         if self._flow is None:  # BaseNode resets before the first item
             raise StateError(_STOPPED)
+        if os.getpid() != self._owner:
+            raise StateError("this pipeline runs in the process that a fork has made this one from: make another one")
         return self._flow
 
     def stop(self) -> None:
@@ -322,6 +335,21 @@ class Ahead(BaseNode[_Item]):
         """None before the first item was asked for."""
         flow = self._flow  # another thread may stop it
         return None if flow is None else flow.figures()
+
+
+def expect_same(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Checks that a node goes on as what it was when its state was taken.
+
+    Args:
+        state: Has what it was then under ``"shape"``.
+        now: What it is.
+
+    Raises:
+        InvalidArgument: It was another one.
+    """
+    then = state.get("shape")
+    if then != now:
+        raise InvalidArgument(f"the state is of another loader: it had {then}, and this one has {now}")
 
 
 def expect_positive(name: str, value: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from hydra_ext.data.places import Place
-from hydra_ext.data.stages.ahead import Ahead, Flow, expect_positive
+from hydra_ext.data.stages.ahead import Ahead, Flow, expect_positive, expect_same
 from hydra_ext.data.workers.pool import Made
 from hydra_ext.errors import StageFailed, StateError
 
@@ -58,6 +58,8 @@ class Batch(BaseNode[list[Any]]):
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         super().reset(dict(initial_state) if initial_state is not None else None)
+        if initial_state is not None:
+            expect_same(initial_state, self._shape())
         self._items = []
         self.source.reset(None if initial_state is None else initial_state["source"])
 
@@ -75,7 +77,10 @@ class Batch(BaseNode[list[Any]]):
         """
         if self._items:
             raise StateError(_IN_THE_MIDDLE)
-        return {"source": self.source.state_dict()}
+        return {"source": self.source.state_dict(), "shape": self._shape()}
+
+    def _shape(self) -> dict[str, Any]:
+        return {"size": self._size, "drop_last": self._drop_last}
 
 
 class Shuffle(BaseNode[Any]):
@@ -114,7 +119,8 @@ class Shuffle(BaseNode[Any]):
             self.source.reset(None)
             self._state = self.source.state_dict()
             return
-        self._epoch, self._windows = int(initial_state["epoch"]), int(initial_state["window"])
+        expect_same(initial_state, self._shape())
+        self._epoch, self._windows = int(initial_state["epoch"]), int(initial_state["windows"])
         self._state = initial_state["source"]
         self.source.reset(self._state)
         given = int(initial_state["given"])
@@ -151,7 +157,16 @@ class Shuffle(BaseNode[Any]):
         """
         if self._is_filling:
             raise StateError(_IN_THE_MIDDLE)
-        return {"source": self._state, "epoch": self._epoch, "window": self._windows, "given": self._given}
+        return {
+            "source": self._state,
+            "epoch": self._epoch,
+            "windows": self._windows,
+            "given": self._given,
+            "shape": self._shape(),
+        }
+
+    def _shape(self) -> dict[str, Any]:
+        return {"window": self._window, "seed": self._seed}
 
 
 def _fill(items: list[Any], source: BaseNode[Any], size: int) -> None:

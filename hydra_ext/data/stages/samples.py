@@ -12,6 +12,7 @@ from torchdata.nodes import BaseNode, IterableWrapper
 
 from hydra_ext.data import places
 from hydra_ext.data.places import Place
+from hydra_ext.data.stages.ahead import expect_same
 from hydra_ext.errors import InvalidArgument
 
 Batch = tuple[int, Any]  # the epoch's seed, and the keys of a batch, or one key
@@ -81,12 +82,7 @@ class Keys(BaseNode[Batch]):
             self._draw()
             self._drawn = _kept(self._generator)
         else:
-            shape = self._shape()
-            if initial_state["shape"] != shape:
-                raise InvalidArgument(
-                    "the state is of another loader: samples, batch size and drop_last were "
-                    f"{initial_state['shape']}, and are {shape}"
-                )
+            expect_same(initial_state, self._shape())
             self._seed, self._next = int(initial_state["seed"]), int(initial_state["next"])
             self._saved, self._drawn = initial_state["order"], initial_state["generator"]
             _put(self._generator, self._drawn)
@@ -94,19 +90,28 @@ class Keys(BaseNode[Batch]):
 
     def _draw(self) -> None:
         if self._sampler is not None:
-            self._saved = [_plain(key) for key in self._sampler]
+            self._saved = _packed([_plain(key) for key in self._sampler])
         elif not self._shuffled:
             self._saved = None
         elif self._generator is None:
             self._saved = draw_seed(None)
         else:
-            self._saved = _permutation(self._samples, self._generator).tolist()
+            self._saved = _kept(self._generator)
+            self._order = _permutation(self._samples, self._generator)
+            return
         self._order = self._made(self._saved)
 
     def _made(self, saved: Any) -> Any:
         if saved is None:
             return range(self._samples)
-        return _permutation(self._samples, torch.Generator().manual_seed(saved)) if isinstance(saved, int) else saved
+        if not isinstance(saved, int | str):
+            return _unpacked(saved)
+        generator = torch.Generator()
+        if isinstance(saved, int):
+            generator.manual_seed(saved)
+        else:
+            _put(generator, saved)
+        return _permutation(self._samples, generator)
 
     def next(self) -> Batch:
         begin = self._next * (self._batch or 1)
@@ -127,8 +132,15 @@ class Keys(BaseNode[Batch]):
             "shape": self._shape(),
         }
 
-    def _shape(self) -> list[Any]:
-        return [self._samples, self._batch, self._drop_last]
+    def _shape(self) -> dict[str, Any]:
+        order = "sampler" if self._sampler is not None else "random" if self._shuffled else "sequential"
+        return {
+            "samples": self._samples,
+            "batch_size": self._batch,
+            "drop_last": self._drop_last,
+            "order": order,
+            "generator": self._generator is not None,
+        }
 
 
 def _batches(samples: int, size: int | None, *, drop_last: bool) -> int:
@@ -139,9 +151,37 @@ def _batches(samples: int, size: int | None, *, drop_last: bool) -> int:
 
 def _plain(key: Any) -> Any:
     """A key as JSON has it: of a batch sampler, which may use one list again, a list of them."""
-    if isinstance(key, list):
+    if isinstance(key, list | range):
         return [_plain(each) for each in key]
-    return int(key) if isinstance(key, numpy.integer) else key
+    if isinstance(key, tuple):
+        return tuple(map(_plain, key))
+    if isinstance(key, numpy.ndarray):
+        return key.tolist()
+    return key.item() if isinstance(key, numpy.generic) else key
+
+
+def _packed(order: list[Any]) -> Any:
+    """Keys, or lists of keys, as text if all are whole numbers: a text of many is copied and saved in no time."""
+    batches = [key for key in order if type(key) is list]
+    keys = [key for batch in batches for key in batch] if batches else order
+    if len(batches) not in (0, len(order)) or not all(type(key) is int and abs(key) < 2**63 for key in keys):
+        return order
+    return {"keys": _text(keys), "sizes": _text([len(batch) for batch in batches]) if batches else None}
+
+
+def _unpacked(saved: Any) -> Any:
+    if not isinstance(saved, dict):
+        return saved
+    keys, sizes = _numbers(saved["keys"]), saved["sizes"]
+    return keys if sizes is None else [batch.tolist() for batch in torch.split(keys, _numbers(sizes).tolist())]
+
+
+def _text(numbers: list[int]) -> str:
+    return numpy.array(numbers, dtype=numpy.int64).tobytes().hex()
+
+
+def _numbers(text: str) -> torch.Tensor:
+    return torch.from_numpy(numpy.frombuffer(bytearray.fromhex(text), dtype=numpy.int64))
 
 
 def _permutation(samples: int, generator: torch.Generator) -> torch.Tensor:
@@ -180,6 +220,7 @@ class Samples(BaseNode[tuple[int, int, Any]]):
             self._drawn = _kept(self._generator)
             self.source.reset(None)
         else:
+            expect_same(initial_state, self._shape())
             self._seed, self._next = int(initial_state["seed"]), int(initial_state["next"])
             self._drawn = initial_state["generator"]
             _put(self._generator, self._drawn)
@@ -203,7 +244,20 @@ class Samples(BaseNode[tuple[int, int, Any]]):
         return self._seed, begin, items
 
     def get_state(self) -> dict[str, Any]:
-        return {"seed": self._seed, "next": self._next, "generator": self._drawn, "source": self.source.state_dict()}
+        return {
+            "seed": self._seed,
+            "next": self._next,
+            "generator": self._drawn,
+            "source": self.source.state_dict(),
+            "shape": self._shape(),
+        }
+
+    def _shape(self) -> dict[str, Any]:
+        return {
+            "batch_size": self._batch,
+            "drop_last": self._drop_last,
+            "generator": self._generator is not None,
+        }
 
 
 # ---- functions of workers -------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return NotImplemented
-        if value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized or not value.numel():
+        if value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
+            return NotImplemented
+        if not value.numel():
             return NotImplemented
         if value.untyped_storage().nbytes() < value.numel() * value.element_size():  # expanded
             return NotImplemented

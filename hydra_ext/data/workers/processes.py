@@ -6,16 +6,19 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import reduction, spawn
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy
+import torch
 
 from hydra_ext import _C
 from hydra_ext.data.workers import contents, server
@@ -27,6 +30,7 @@ _MAIN = (  # Ctrl-C is the training's, also while this imports
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from hydra_ext.data.workers import server; server.main()"
 )
+_IN_MEMORY = 2**20  # bytes of a function
 _LIVES = 3  # workers that one sample may cost
 _STARTS = 20  # workers that may die one after the other before they take anything
 _LOOK = 0.002  # seconds between looks for room
@@ -53,7 +57,7 @@ class _Server:
         self.connection = Connection(ours.detach())
         data = {key: value for key, value in spawn.get_preparation_data("hydra_ext worker").items() if key != "authkey"}
         main = {key: data.pop(key) for key in list(data) if key.startswith("init_main")}
-        self.connection.send(Prepare(data, main))
+        self.connection.send(Prepare(data, main, torch.get_default_dtype()))
 
     def end(self) -> None:
         self.connection.close()
@@ -61,28 +65,43 @@ class _Server:
         self.process.wait()
 
 
+@dataclass(frozen=True)
+class _Function:
+    """A stage's function, pickled, for the servers to come. A large one, which may have a dataset, is kept on disk."""
+
+    stage: int
+    data: tempfile.SpooledTemporaryFile[bytes]
+    needs_main: bool
+
+    def load(self) -> Load:
+        self.data.seek(0)
+        return Load(self.stage, self.data.read(), self.needs_main)
+
+
 class _Servers:
-    """The server that runs now, if any. A new one takes its place if it has died."""
+    """The server that runs now, if any. A new one takes its place if it has died. A forked child leaves it alone."""
 
     def __init__(self, region: _C.SharedRegion) -> None:
         self._region = region
+        self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._functions: list[Load] = []
+        self._functions: list[_Function] = []
         self._server: _Server | None = None
         self._connections = weakref.WeakSet[Connection]()  # of workers
         self._is_closed = False
 
     def load(self, function: bytes) -> int:
         """Returns the number of the stage."""
+        data = tempfile.SpooledTemporaryFile[bytes](_IN_MEMORY)
+        data.write(function)
+        needs_main = b"__main__" in function or b"__mp_main__" in function
         with self._lock:
-            asked = Load(
-                len(self._functions), function, needs_main=b"__main__" in function or b"__mp_main__" in function
-            )
-            self._functions.append(asked)
+            kept = _Function(len(self._functions), data, needs_main)
+            self._functions.append(kept)
             if self._server is not None:
                 with suppress(OSError):  # one that has died is replaced when a worker is to start
-                    self._server.connection.send(asked)
-            return asked.stage
+                    self._server.connection.send(kept.load())
+            return kept.stage
 
     def start(self, stage: int) -> Connection:
         """The connection of a new worker. Raises StateError once closed."""
@@ -99,7 +118,7 @@ class _Servers:
         if self._server is None:
             self._server = _Server(self._region)
             for each in self._functions:
-                self._server.connection.send(each)
+                self._server.connection.send(each.load())
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._server.connection.send(Start(stage))
@@ -118,9 +137,13 @@ class _Servers:
             self._server = None
 
     def close(self) -> None:
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._is_closed = True
             self._end()
+            for function in self._functions:
+                function.data.close()
             for connection in list(self._connections):
                 with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ended:
                     ended.shutdown(socket.SHUT_RDWR)  # a child of a worker may have it, too, and live on
@@ -284,11 +307,29 @@ class ProcessWorker:
             connection.send(Room(None if block is None else block.begin))
             answer = connection.recv()
         if isinstance(answer, Done):
-            value, nbytes = _made(answer, block, sizes)
+            value, nbytes = self._made(answer, task, block, sizes)
             return Made(value, time.perf_counter() - begun - waited, nbytes)
         if isinstance(answer, Failed):
             raise self._failure(answer, task)
         raise StateError(f"stage {self._name!r}: internal error: a worker answered with {type(answer).__name__}")
+
+    def _made(self, done: Done, task: Task, block: _C.SharedBlock | None, sizes: Sequence[int]) -> tuple[Any, int]:
+        """What was made, and its bytes."""
+        buffers, nbytes = list[memoryview](), len(done.data)
+        if block is not None:
+            memory = memoryview(block)  # type: ignore[arg-type]  # typing knows buffers of C++ from Python 3.12 on
+            begins = contents.offsets(sizes)[0]
+            buffers = [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+            nbytes += memory.nbytes
+        try:
+            return contents.loaded(done.data, buffers), nbytes
+        except Exception as error:
+            raise StageFailed(
+                f"stage {self._name!r}, sample {task.number}: what its function has made cannot be taken over from "
+                f"the worker: {type(error).__name__}: {error}: let it give something that can be pickled",
+                stage=self._name,
+                number=task.number,
+            ) from error
 
     def _sent(self, task: Task) -> tuple[bytes, list[tuple[int, int]]]:
         try:
@@ -316,13 +357,3 @@ class ProcessWorker:
             self._connection.close()
             self._connection = None
         self._workshop.workers.pop(self._process, None)
-
-
-def _made(done: Done, block: _C.SharedBlock | None, sizes: Sequence[int]) -> tuple[Any, int]:
-    """What was made, and its bytes."""
-    if block is None:
-        return contents.loaded(done.data), len(done.data)
-    memory = memoryview(block)  # type: ignore[arg-type]  # typing knows buffers of C++ from Python 3.12 on
-    begins = contents.offsets(sizes)[0]
-    buffers = [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
-    return contents.loaded(done.data, buffers), len(done.data) + memory.nbytes

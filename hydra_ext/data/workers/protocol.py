@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hydra_ext.data.places import Place
 
 # ---- to the server --------------------------------------------------------------------------------------------------
@@ -18,10 +20,12 @@ class Prepare:
     Attributes:
         process: Folders and the like.
         main: Where the program's main module is.
+        dtype: torch's default dtype in the training.
     """
 
     process: Mapping[str, Any]
     main: Mapping[str, Any]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

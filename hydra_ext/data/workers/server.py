@@ -59,6 +59,7 @@ class Server:
             if isinstance(asked, Prepare):
                 spawn.prepare(dict(asked.process))
                 self._main = asked.main
+                torch.set_default_dtype(asked.dtype)
             elif isinstance(asked, Load):
                 self._load(asked)
             elif isinstance(asked, Start):

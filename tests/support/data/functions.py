@@ -150,6 +150,35 @@ class Holds:
         return int(self._held[::4096].sum()) + item
 
 
+class Large:
+    """A function with some memory."""
+
+    def __init__(self) -> None:
+        self._held = bytes(2**21)
+
+    def __call__(self, item: int) -> int:
+        return item
+
+
+def nested(item: int) -> torch.Tensor:
+    parts = [torch.full((size,), item) for size in (1, 2)]
+    return torch.nested.nested_tensor(parts)
+
+
+class CannotBeMade:
+    """A sample that only the worker can have."""
+
+    def __init__(self, _item: int) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        return _not_here, ()
+
+
+def _not_here() -> None:
+    raise KeyError("not here")
+
+
 class DoublesInPlace:
     """Changes its item, and dies of one the first time that it has it."""
 
