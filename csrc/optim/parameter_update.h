@@ -8,7 +8,7 @@
 //     both     m = m + (g - m) * .rise1
 //              v = v * .beta2 + (g * .rise2) * g
 //              w = w - (.step_size * m) / (sqrt(v) * .inverse_root + .epsilon)
-//   SGD        g = g + w * .weight_decay
+//   SGD        g = g + w * .weight_decay, unless that is 0
 //     momentum m = m * .momentum + g * .undamped,  g = m, or with Nesterov g = g + m * .momentum
 //              w = w - g * .learning_rate
 //

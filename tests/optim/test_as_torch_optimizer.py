@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 from typing import Any
 
@@ -151,6 +152,22 @@ def test_state_of_another_rule_is_refused_and_nothing_changed(saved: torch.optim
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.state[weights]["step"] == 1
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_without_decay_leaves_infinite_weights(momentum: float) -> None:
+    """As torch's: a decay of 0 is no term, which would be 0 times infinity."""
+    values = torch.tensor([-math.inf, math.inf, 1.0, 0.0, -2.0] * 7)
+    gradient = torch.tensor([0.5, 0.0, 1.0, 0.0, 0.0] * 7)
+    ours, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    mine, others = SGD([ours], lr=0.1, momentum=momentum), torch.optim.SGD([theirs], lr=0.1, momentum=momentum)
+    for _ in range(3):
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        mine.step()
+        others.step()
+    assert not ours.isnan().any()
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
 
 
 def test_groups_have_their_own_options() -> None:

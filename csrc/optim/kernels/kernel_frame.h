@@ -147,11 +147,14 @@ HYDRA_KERNEL std::int64_t run_sgd(const SgdStep& step, const Streams streams, st
   const auto weight_decay = Vector::broadcast(step.weight_decay);
   const auto momentum = Vector::broadcast(step.momentum);
   const auto undamped = Vector::broadcast(step.undamped);
+  const bool decays = step.weight_decay != 0.0F;  // 0 times an infinite weight is not 0
   const bool nesterov = step.nesterov;
   for (; at + Vector::kWidth <= end; at += Vector::kWidth) {
     auto weights = load_weights<kSplit>(streams, at);
     auto gradient = load_gradient(streams, at);
-    gradient = Vector::add(gradient, Vector::mul(weights, weight_decay));
+    if (decays) {
+      gradient = Vector::add(gradient, Vector::mul(weights, weight_decay));
+    }
     if constexpr (kMomentum) {
       auto moment = load_moment<kShort>(streams.moment1, streams.short_moment1, at);
       moment = Vector::add(Vector::mul(moment, momentum), Vector::mul(gradient, undamped));
