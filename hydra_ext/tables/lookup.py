@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hydra_ext import _C
+from hydra_ext.activations.call_state import is_repeating
 from hydra_ext.blocks import Table
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.optim import rows as by_rows
@@ -160,7 +161,7 @@ class TableRows:
     def _taken(self, rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
         with torch.no_grad():
             copied = self._copied(rows)
-            if max_norm is not None:
+            if max_norm is not None and not is_repeating():  # the first call has written these rows
                 self._renormalise(rows, copied, max_norm, norm_type)
         taken: Tensor = _Take.apply(self.host, self, rows, [copied])  # type: ignore[no-untyped-call]
         return taken
