@@ -234,10 +234,13 @@ def windows_of(participants: Sequence[BackwardParticipant]) -> _C.Windows:
 
 
 def holds(parameter: torch.Tensor) -> bool:
-    """Whether an active context moves this host parameter."""
+    """Whether an active context moves this host parameter, or rows of it."""
     with _lock:
         participants = _installed.participants if _installed is not None else []
-        return any(known.face_of(parameter) is not None for known in participants)
+        return any(
+            known.face_of(parameter) is not None or any(table.host is parameter for table in known.tables)
+            for known in participants
+        )
 
 
 def installed() -> bool:
