@@ -67,7 +67,7 @@ class TableRows:
         native = isinstance(optimizer, HostOptimizer) and optimizer.can_step_rows(host)
         if native and host.requires_grad and not self._sparse and not casts and watching.can_be_watched(host):
             self.steps = RowSteps(host)
-            by_rows.mark(host)
+            by_rows.mark(host, self.steps.settle)
             watching.watch(host, self.steps.settle)
 
     def settle(self) -> None:

@@ -262,7 +262,7 @@ def test_sums_of_rows_are_those_of_dense_gradients(width: int, monkeypatch: pyte
     dense[at] = torch.randn(len(at), width) * 10.0 ** torch.randint(-9, 9, (len(at), width))
     parameter = nn.Parameter(torch.empty_like(dense))
     parameter.grad = torch.sparse_coo_tensor(at[None], dense[at], dense.shape, check_invariants=True)
-    rows.mark(parameter)
+    rows.mark(parameter, lambda: None)
     by_rows = clip.sums_of_squares([parameter], [None])
     rows.unmark(parameter)
     parameter.grad = dense
