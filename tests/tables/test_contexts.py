@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext.errors import AlreadyOffloaded
 from hydra_ext.optim import SGD, AdamW
-from support.tables import BUDGET, ROWS, WIDTH, Recommender, batches, bits
+from support.tables import BUDGET, ROWS, WIDTH, Recommender, bits
 
 
 @pytest.mark.parametrize("budget", [BUDGET, 8 * BUDGET * 10], ids=["by rows", "whole"])
@@ -25,7 +25,7 @@ def test_a_table_is_in_one_context(shared: str, budget: int) -> None:
         other.bags = one.bags
     with (
         hydra_ext.offload(one, AdamW(one.parameters()), budget=BUDGET, device="simulated"),
-        pytest.raises(AlreadyOffloaded, match="'bags.weight' is inside another offload context"),
+        pytest.raises(AlreadyOffloaded, match=r"'bags\.weight' is inside another offload context"),
         hydra_ext.offload(other, budget=budget, device="simulated"),
     ):
         pass
