@@ -96,8 +96,9 @@ class TableRows:
         sparse: bool = False,
     ) -> Tensor:
         """``torch.nn.functional.embedding`` with this table's weight."""
-        rows, local = self._numbered(input)
-        taken = self._taken(rows, max_norm, norm_type)
+        _expect_indices(input, functional.embedding)
+        rows, local = self._numbered(input, IndexError, padding_idx=None)
+        taken = self._taken(rows, local, max_norm, norm_type)
         padding = self._local_padding(rows, padding_idx)
         return functional.embedding(
             local, taken, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
@@ -117,8 +118,10 @@ class TableRows:
         padding_idx: int | None = None,
     ) -> Tensor:
         """``torch.nn.functional.embedding_bag`` with this table's weight."""
-        rows, local = self._numbered(input)
-        taken = self._taken(rows, max_norm, norm_type)
+        _expect_indices(input, functional.embedding_bag, offsets)
+        # torch sums bags with and without a padding index in different kernels, whether or not it is in one of them.
+        rows, local = self._numbered(input, RuntimeError, padding_idx=padding_idx)
+        taken = self._taken(rows, local, max_norm, norm_type)
         return functional.embedding_bag(
             local,
             taken,
@@ -131,19 +134,27 @@ class TableRows:
             padding_idx=self._local_padding(rows, padding_idx),
         )
 
-    def _numbered(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that are needed, in order, on the host; and for each index the row's place among them."""
-        if given.dtype not in (torch.int32, torch.int64):
-            functional.embedding(given, torch.empty(1, 1, device=given.device))  # raises as with the whole table
+    def _numbered(self, given: Tensor, error: type[Exception], *, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+        """The rows that are needed, in order, on the host; and for each index the row's place among them.
+
+        Args:
+            error: What to raise for an index that the table lacks.
+            padding_idx: A row that is among them in any case.
+        """
         with torch.no_grad(), _C.Uncharged():
-            rows, places = torch.unique(given.detach(), return_inverse=True)
+            indices = given.detach()
+            if padding_idx is not None:
+                indices = torch.cat([indices.flatten(), indices.new_tensor([self._from_start(padding_idx)])])
+            rows, places = torch.unique(indices, return_inverse=True)
+            if padding_idx is not None:
+                places = places[:-1].reshape(given.shape)
             rows = rows.to("cpu", torch.int64)
             if len(rows) == 0:
                 rows = torch.zeros(
                     1, dtype=torch.int64, device="cpu"
                 )  # torch's operations want a row, also for no index
         if rows[0] < 0 or rows[-1] >= len(self.host):
-            raise IndexError(
+            raise error(
                 f"index out of range in self: '{self.name}' has {len(self.host)} rows, and was asked for "
                 f"{rows[0]} to {rows[-1]}"
             )
@@ -152,17 +163,21 @@ class TableRows:
     def _local_padding(self, rows: Tensor, padding: int | None) -> int | None:
         if padding is None:
             return None
-        if not -len(self.host) <= padding < len(self.host):
-            raise AssertionError("Padding_idx must be within num_embeddings")
-        padding %= len(self.host)
+        padding = self._from_start(padding)
         place = int(torch.searchsorted(rows, padding))
         return place if place < len(rows) and rows[place] == padding else None
 
-    def _taken(self, rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
+    def _from_start(self, padding: int) -> int:
+        if not -len(self.host) <= padding < len(self.host):
+            raise AssertionError("Padding_idx must be within num_embeddings")
+        return padding % len(self.host)
+
+    def _taken(self, rows: Tensor, local: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
         with torch.no_grad():
             copied = self._copied(rows)
-            if max_norm is not None and not is_repeating():  # the first call has written these rows
-                self._renormalise(rows, copied, max_norm, norm_type)
+            # In a second call the first has written these rows. Of no indices there is one row, which is not looked up.
+            if max_norm is not None and not is_repeating() and local.numel() > 0:
+                self._renormalise(rows, local, copied, max_norm, norm_type)
         taken: Tensor = _Take.apply(self.host, self, rows, [copied])  # type: ignore[no-untyped-call]
         return taken
 
@@ -190,7 +205,7 @@ class TableRows:
         with torch._C.DisableTorchFunctionSubclass():
             self.host.index_copy_(0, rows, numbers)
 
-    def _renormalise(self, rows: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
+    def _renormalise(self, rows: Tensor, local: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
         """Does to the rows, here and on the host, what torch does with ``max_norm`` before it looks them up."""
         if self.dtype != self.host.dtype:
             raise UnsupportedModel(
@@ -198,9 +213,8 @@ class TableRows:
                 "be lost; leave one of the two out"
             )
         before = copied.clone()
-        everyone = torch.arange(len(rows), device=self.device)
-        torch.embedding_renorm_(copied, everyone, max_norm, norm_type)
-        changed = (copied != before).any(dim=1)
+        torch.embedding_renorm_(copied, local, max_norm, norm_type)
+        changed = ((copied != before) & ~before.isnan()).any(dim=1)
         written = copied[changed]
         if not len(written):
             return
@@ -252,6 +266,12 @@ class TableRows:
         with _C.Uncharged():
             layout = replace(Layout.of(leaving), dtype=self.host.dtype)
             return layout.copy(leaving, torch.device("cpu"))
+
+
+def _expect_indices(given: Any, function: Callable[..., Tensor], *others: Any) -> None:
+    """Has this function of torch raise, as it does with the whole table, if it is given what are no indices."""
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
+        function(given, torch.empty(1, 1, device=getattr(given, "device", "cpu")), *others)
 
 
 class OverwrittenRows:
