@@ -55,11 +55,19 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad
 
 
+def dense_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient; if it is one by rows of this parameter, the dense one that it stands for."""
+    if id(parameter) not in _marked or gradient.layout != torch.sparse_coo:
+        return gradient
+    with torch.no_grad(), _C.Uncharged():
+        return gradient.to_dense()
+
+
 def make_dense(parameter: Tensor) -> None:
     """Replaces a gradient by rows by the dense one that it stands for."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged():
-        if has_rows(parameter) and parameter.grad is not None:
-            parameter.grad = parameter.grad.to_dense()
+        if parameter.grad is not None:
+            parameter.grad = dense_of(parameter, parameter.grad)
 
 
 def for_the_whole(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from hydra_ext import _C
+from hydra_ext.optim.rows import dense_of
 from hydra_ext.runtime.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -156,8 +157,14 @@ class _Wanted:
         return list(zip(owned, reached[: len(owned)], reached[len(owned) :], strict=True))
 
     def gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The gradients of the caller's inputs, each on its input's device; a host parameter's two parts are summed."""
-        asked = list(gradients[: self._asked])
+        """The gradients of the caller's inputs, each on its input's device; a host parameter's two parts are summed.
+
+        Those of tables that are stepped by rows are dense.
+        """
+        asked = [
+            dense_of(tensor, part) if isinstance(tensor, torch.Tensor) and part is not None else part
+            for tensor, part in zip(self.inputs, gradients[: self._asked], strict=False)
+        ]
         for index, owner in self._owners.items():
             if asked[index] is not None:
                 asked[index] = owner.to_host(asked[index])

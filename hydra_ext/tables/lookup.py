@@ -50,7 +50,7 @@ class TableRows:
         self.device = device
         self.dtype = self.host.dtype if table.dtype is None else table.dtype
         self._gradient_dtype = table.gradient_dtype
-        self._sparse = table.sparse
+        self._sparse = any(module.sparse for module in table.modules)
         self.moved_bytes = 0
         self.gradient_bytes = 0
         self.moved_back_bytes = 0
@@ -75,13 +75,20 @@ class TableRows:
         if self.steps is not None:
             self.steps.settle()
 
-    def close(self) -> None:
-        self.settle()
+    def _end_steps(self) -> None:
+        """From now on steps read a gradient of the whole table.
+
+        So it is if calls ask for sparse gradients: torch sums those and dense ones in the order in which they come.
+        """
         if self.steps is not None:
+            self.steps.settle()
             by_rows.make_dense(self.host)
             by_rows.unmark(self.host)
             watching.unwatch(self.host)
             self.steps = None
+
+    def close(self) -> None:
+        self._end_steps()
         if self._sums is not None:
             self._sums.close()
             self._sums = None
@@ -97,6 +104,8 @@ class TableRows:
     ) -> Tensor:
         """``torch.nn.functional.embedding`` with this table's weight."""
         _expect_indices(input, functional.embedding)
+        if sparse:
+            self._end_steps()
         rows, local = self._numbered(input, IndexError, padding_idx=None)
         taken = self._taken(rows, local, max_norm, norm_type)
         padding = self._local_padding(rows, padding_idx)
@@ -119,6 +128,8 @@ class TableRows:
     ) -> Tensor:
         """``torch.nn.functional.embedding_bag`` with this table's weight."""
         _expect_indices(input, functional.embedding_bag, offsets)
+        if sparse:
+            self._end_steps()
         # torch sums bags with and without a padding index in different kernels, whether or not it is in one of them.
         rows, local = self._numbered(input, RuntimeError, padding_idx=padding_idx)
         taken = self._taken(rows, local, max_norm, norm_type)
@@ -253,7 +264,7 @@ class TableRows:
                 )
         values = self._on_host(gradient)
         with _C.Uncharged(), torch._C.DisableTorchFunctionSubclass():
-            if self.steps is not None:
+            if self.steps is not None and not self.host._backward_hooks:  # hooks get the gradient as torch makes it
                 return torch.sparse_coo_tensor(
                     rows[None], values, host.shape, check_invariants=False, is_coalesced=True
                 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +69,12 @@ class _Watched(Tensor):
             for tensor in _tensors((*args, *(kwargs or {}).values())):
                 if id(tensor) in _settling:
                     _settling[id(tensor)][1]()
+        if func is torch.autograd.grad:  # a backward: modules that it calls again use tensors of other classes
+            with ExitStack() as plain:
+                for tensor in filter(lambda each: id(each) in _settling, _tensors((*args, *(kwargs or {}).values()))):
+                    rows.make_dense(tensor)
+                    plain.enter_context(_as_outside(tensor))
+                return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -89,10 +95,9 @@ class _WatchedParameter(_Watched, nn.Parameter):
 
 def watch(tensor: Tensor, settle: Settle) -> None:
     """Calls ``settle`` before each operation on the tensor that reads or writes numbers, until :func:`unwatch`."""
-    kind = _WatchedParameter if isinstance(tensor, nn.Parameter) else _Watched
     key = id(tensor)
     _settling[key] = weakref.ref(tensor, lambda _: _settling.pop(key, None)), settle
-    object.__setattr__(tensor, "__class__", kind)
+    object.__setattr__(tensor, "__class__", _watched(tensor))
 
 
 def unwatch(tensor: Tensor) -> None:
@@ -128,13 +133,17 @@ def needs_no_bytes(func: Callable[..., Any]) -> bool:
 @contextmanager
 def _as_outside(tensor: Tensor) -> Iterator[None]:
     """A context in which the tensor has the class that it has when it is not watched."""
-    watched = type(tensor)
+    watched = _watched(tensor)
     object.__setattr__(tensor, "__class__", _plain(tensor))
     try:
         yield
     finally:
         if id(tensor) in _settling:
             object.__setattr__(tensor, "__class__", watched)
+
+
+def _watched(tensor: Tensor) -> type[Tensor]:
+    return _WatchedParameter if isinstance(tensor, nn.Parameter) else _Watched
 
 
 def _plain(tensor: Tensor) -> type[Tensor]:
