@@ -66,8 +66,8 @@ def dense_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 def make_dense(parameter: Tensor) -> None:
     """Replaces a gradient by rows by the dense one that it stands for."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged():
-        if parameter.grad is not None:
-            parameter.grad = dense_of(parameter, parameter.grad)
+        if has_rows(parameter) and parameter.grad is not None:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def for_the_whole(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from hydra_ext import _C
 from hydra_ext.activations.call_state import is_repeating
 from hydra_ext.blocks import Table
-from hydra_ext.errors import UnsupportedModel
+from hydra_ext.errors import ModelChanged, UnsupportedModel
 from hydra_ext.optim import rows as by_rows
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.state.layout import Layout
@@ -55,6 +55,7 @@ class TableRows:
         self.gradient_bytes = 0
         self.moved_back_bytes = 0
         self.steps: RowSteps | None = None
+        self._form = _form(self.host)
         self._sums: _Sums | None = None
         self._log: Callable[[], OverwrittenRows | None] = lambda: None
 
@@ -86,6 +87,11 @@ class TableRows:
             by_rows.unmark(self.host)
             watching.unwatch(self.host)
             self.steps = None
+
+    def backward_failed(self) -> None:
+        """A backward of this thread has raised."""
+        if self._sums is not None:
+            self._sums.end()
 
     def close(self) -> None:
         self._end_steps()
@@ -194,6 +200,12 @@ class TableRows:
 
     def _copied(self, rows: Tensor) -> Tensor:
         """The rows on the device."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if (now := _form(self.host)) != self._form:
+                raise ModelChanged(
+                    f"parameters changed inside the offload context: '{self.name}' has {now}, had {self._form}. Leave "
+                    "the context, change them, and enter it again"
+                )
         if self.steps is not None:
             self.steps.catch_up(rows)
         host = self._numbers()
@@ -279,6 +291,10 @@ class TableRows:
             return layout.copy(leaving, torch.device("cpu"))
 
 
+def _form(host: Tensor) -> str:
+    return f"shape {tuple(host.shape)}, strides {host.stride()} and {host.dtype} on {host.device}"
+
+
 def _expect_indices(given: Any, function: Callable[..., Tensor], *others: Any) -> None:
     """Has this function of torch raise, as it does with the whole table, if it is given what are no indices."""
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
@@ -334,19 +350,21 @@ class _Sums:
             view: Any = host.view_as(host)
         self._node = view.grad_fn.next_functions[0][0]  # kept, because the parameter does not keep it
         self._uncharged = threading.local()
-        self._handles = [self._node.register_prehook(self._begin), self._node.register_hook(self._end)]
+        self._handles = [self._node.register_prehook(self._begin), self._node.register_hook(self.end)]
 
     def close(self) -> None:
+        self.end()
         for handle in self._handles:
             handle.remove()
 
     def _begin(self, _gradients: object) -> None:
-        self._end()  # of a sum that has raised
+        self.end()  # of a sum that has raised in a backward inside another one
         inside = _C.Uncharged()
         inside.__enter__()
         self._uncharged.inside = inside
 
-    def _end(self, *_: object) -> None:
+    def end(self, *_: object) -> None:
+        """A sum of this thread has ended, or raised."""
         inside = self._uncharged.__dict__.pop("inside", None)
         if inside is not None:
             inside.__exit__(None, None, None)

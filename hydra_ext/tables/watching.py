@@ -9,6 +9,7 @@ that share its memory would read it without that; :func:`is_alone` says whether 
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,7 @@ _METHODS: set[Callable[..., Any]] = {
     torch.numel,
 }
 _GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+_REPLACED = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Watched(Tensor):
@@ -63,9 +65,9 @@ class _Watched(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func == _GRADIENT:
+        if func in (_GRADIENT, _REPLACED):  # a gradient that is left over has the form of the numbers from before
             rows.make_dense(args[0])
-        elif not needs_no_bytes(func):
+        if not needs_no_bytes(func):
             for tensor in _tensors((*args, *(kwargs or {}).values())):
                 if id(tensor) in _settling:
                     _settling[id(tensor)][1]()
@@ -114,13 +116,16 @@ def can_be_watched(tensor: Tensor) -> bool:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor or array, to which numbers may be read, has the tensor's memory."""
+    """Whether nothing else, such as another tensor, an array, a storage or a process, can read the tensor's memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _owners(tensor) == _owners(torch.empty(0, device="cpu"))
+        shared = tensor.is_shared()  # type: ignore[no-untyped-call]
+        return not shared and _owners(tensor) == _owners(torch.empty(0, device="cpu"))
 
 
-def _owners(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _owners(tensor: Tensor) -> tuple[int, int]:
+    """How many hold the tensor's storage, and how many the object that stands for it in Python."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
 
 
 def needs_no_bytes(func: Callable[..., Any]) -> bool:

@@ -85,3 +85,17 @@ def test_one_optimizer_steps_the_tables_of_two_contexts(clipped: bool) -> None:
 
 def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     return hydra_ext.offload(model, optimizer, budget=BUDGET, device="simulated", **options)
+
+
+def test_the_budget_holds_after_a_hook_has_raised() -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("of the hook")
+
+    model = Model(1)
+    handle = model.table.weight.register_post_accumulate_grad_hook(fail)
+    with offloaded(model, AdamW(model.parameters())):
+        with pytest.raises(ValueError, match="of the hook"):
+            model(torch.arange(8)).sum().backward()
+        handle.remove()
+        with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+            model(torch.arange(ROWS // 8))
