@@ -95,6 +95,8 @@ class EngineWrapper:
                 gradients = wanted.gradients(gradients) if gradients else gradients
         except BaseException:
             for participant in awaiting:
+                for table in participant.tables:
+                    table.backward_failed()
                 participant.backward_ended(accumulated=False, failed=True)
             raise
         for participant in awaiting:

@@ -567,8 +567,6 @@ class Run:
         One that has ``failed`` has raised, and no more is done here.
         """
         if failed:
-            for table in self.tables:
-                table.backward_failed()
             if self.fit is not None and not self.meter.inside:
                 self.fit.pass_fails()
             return

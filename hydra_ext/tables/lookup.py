@@ -45,12 +45,11 @@ class TableRows:
     """
 
     def __init__(self, table: Table, device: torch.device) -> None:
+        self._table = table
         self.name = table.name
         self.host = table.weight
         self.device = device
         self.dtype = self.host.dtype if table.dtype is None else table.dtype
-        self._gradient_dtype = table.gradient_dtype
-        self._sparse = any(module.sparse for module in table.modules)
         self.moved_bytes = 0
         self.gradient_bytes = 0
         self.moved_back_bytes = 0
@@ -64,9 +63,10 @@ class TableRows:
         host = self.host
         if self.device.type == "cpu" and host.requires_grad:
             self._sums = _Sums(host)
-        casts = self.dtype != host.dtype or self._gradient_dtype is not None
+        casts = self.dtype != host.dtype or self._table.gradient_dtype is not None
+        sparse = any(module.sparse for module in self._table.modules)
         native = isinstance(optimizer, HostOptimizer) and optimizer.can_step_rows(host)
-        if native and host.requires_grad and not self._sparse and not casts and watching.can_be_watched(host):
+        if native and host.requires_grad and not sparse and not casts and watching.can_be_watched(host):
             self.steps = RowSteps(host)
             by_rows.mark(host, self.steps.settle)
             watching.watch(host, self.steps.settle)
@@ -284,7 +284,7 @@ class TableRows:
 
     def _on_host(self, values: Tensor) -> Tensor:
         """A copy with the same layout: torch adds sparse tensors in another order if their values have gaps."""
-        leaving = values if self._gradient_dtype is None else values.to(self._gradient_dtype)
+        leaving = values if self._table.gradient_dtype is None else values.to(self._table.gradient_dtype)
         self.gradient_bytes += leaving.nbytes
         with _C.Uncharged():
             layout = replace(Layout.of(leaving), dtype=self.host.dtype)

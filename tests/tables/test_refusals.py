@@ -48,6 +48,7 @@ READS: dict[str, Callable[[nn.Embedding], Any]] = {
     "setting": lambda one: setattr(one.weight, "requires_grad", False),
     "copy": copy.deepcopy,
     "state": lambda one: one.state_dict(),
+    "jagged": lambda one: one(torch.nested.nested_tensor([torch.arange(5), torch.arange(3)], layout=torch.jagged)),
     "swapped": lambda one: nn.functional.embedding(one.weight, torch.ones(2, 2)),
 }
 
