@@ -127,6 +127,16 @@ def test_gradients_that_are_asked_for_are_dense(checkpointed: bool) -> None:
     same_as_plain(lambda: Model(checkpointed=checkpointed), act)
 
 
+def test_a_norm_that_is_no_number_scales_the_whole_gradient() -> None:
+    def act(model: Model, optimizer: AdamW, number: int, found: list[Tensor]) -> None:
+        (model(batch(number)).square().mean() * torch.nan).backward()
+        found.append(hydra_ext.optim.clip_grad_norm_(model.parameters(), 0.01))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    same_as_plain(Model, act)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_modules_of_both_kinds_share_a_table(again: bool) -> None:
     same_as_plain(lambda: Model(again=again))
