@@ -32,6 +32,7 @@ from hydra_ext.activations.repeatable import Deviation, RepeatableCall
 from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import moves_by_rows
 from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced
 
@@ -140,8 +141,8 @@ class RecomputedModule(StandIn):
         in_full = self._calls < CALLS_IN_FULL
         self._calls += 1
         call = _CheckedCall(self, args, kwargs, in_full=in_full)
-        # A second call's writes to device parameters are undone. No others can be.
-        others = [parameter for parameter, _ in call.parameters if not _C.is_face(parameter)]
+        # A second call's writes to device parameters are undone, and it writes to no tables. No others can be undone.
+        others = [each for each, _ in call.parameters if not (_C.is_face(each) or moves_by_rows(each))]
         versions = _versions([*call.tensors, *others])
         numbers = _digest(others if in_full else ())  # a write through `.data` changes no version
         tensors = [*call.tensors, *_witness(self.module)]

@@ -25,7 +25,7 @@ from hydra_ext.activations.call_state import CallState, Hold
 from hydra_ext.activations.functional import steps_aside
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.state.arguments import Arguments, tensors_in
-from hydra_ext.state.memory import Places, storage_key
+from hydra_ext.state.memory import Places, moves_by_rows, storage_key
 from hydra_ext.state.numbers import version_of
 from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced, nothing_traced
@@ -186,7 +186,7 @@ class _Watched:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.writes_arguments = False
-        self._own = {storage_key(parameter): parameter for parameter in parameters}
+        self._own = {storage_key(parameter): parameter for parameter in parameters if not moves_by_rows(parameter)}
         self._saved: list[tuple[Tensor, int]] = []
 
     @nothing_traced

@@ -68,6 +68,8 @@ def sums_of_squares(parameters: Sequence[Tensor], known: Sequence[float | None])
 
 def scale_gradient(parameter: Tensor, factor: float) -> None:
     """Scales a gradient in place. Unlike ``_foreach_mul_`` it does not round the factor to the gradient's type."""
+    if math.isnan(factor):  # it makes zeros NaN, too
+        rows.make_dense(parameter)
     gradient = rows.gradient_of(parameter)
     if gradient is not None:
         _C.scale_gradient(rows.rows_of(parameter)[1] if rows.has_rows(parameter) else gradient, factor)

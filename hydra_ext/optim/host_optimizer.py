@@ -16,7 +16,7 @@ from hydra_ext import _C
 from hydra_ext.errors import InvalidOptimizer
 from hydra_ext.optim import checks, masters, threads
 from hydra_ext.optim.layout import as_parameter_lies
-from hydra_ext.optim.rows import RowStep, gradient_of
+from hydra_ext.optim.rows import RowStep, for_the_whole, gradient_of
 
 
 @dataclass
@@ -176,6 +176,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         """
         destinations = {} if destinations is None else destinations
         places = {parameter: (ordinal, group) for ordinal, group, parameter in self._enumerate()}
+        parts = [[(parameter, for_the_whole(parameter, gradient)) for parameter, gradient in part] for part in parts]
         for part in parts:
             for parameter, gradient in part:
                 checks.check_gradient(gradient, places[parameter][0])

@@ -6,6 +6,7 @@ Only parameters that were marked have such gradients. A sparse gradient of anoth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from hydra_ext.optim import threads
 _CHUNK = 1 << 16  # elements of a gradient whose squares are summed by themselves: kNormChunk of the core
 _CHUNKS_AT_ONCE = 64
 
-_marked: set[int] = set()  # identities of parameters
+_marked: dict[int, Callable[[], None]] = {}  # by the identity of a parameter: brings all its rows up to date
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,17 @@ class RowStep:
     resting: bool
 
 
-def mark(parameter: Tensor) -> None:
-    """Sparse gradients of this parameter stand for dense ones until :func:`unmark`."""
-    _marked.add(id(parameter))
+def mark(parameter: Tensor, settle: Callable[[], None]) -> None:
+    """Sparse gradients of this parameter stand for dense ones until :func:`unmark`.
+
+    Args:
+        settle: Brings all rows of the parameter up to date.
+    """
+    _marked[id(parameter)] = settle
 
 
 def unmark(parameter: Tensor) -> None:
-    _marked.discard(id(parameter))
+    _marked.pop(id(parameter), None)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -50,11 +55,29 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad
 
 
+def dense_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient; if it is one by rows of this parameter, the dense one that it stands for."""
+    if id(parameter) not in _marked or gradient.layout != torch.sparse_coo:
+        return gradient
+    with torch.no_grad(), _C.Uncharged():
+        return gradient.to_dense()
+
+
 def make_dense(parameter: Tensor) -> None:
     """Replaces a gradient by rows by the dense one that it stands for."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _C.Uncharged():
         if has_rows(parameter) and parameter.grad is not None:
             parameter.grad = parameter.grad.to_dense()
+
+
+def for_the_whole(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient for a step of the whole parameter, which is up to date then: dense if it stands for a dense one."""
+    if id(parameter) not in _marked:
+        return gradient
+    _marked[id(parameter)]()
+    make_dense(parameter)
+    dense = gradient_of(parameter)
+    return gradient if gradient.layout == torch.strided or dense is None else dense
 
 
 def has_rows(parameter: Tensor) -> bool:

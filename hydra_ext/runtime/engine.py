@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from hydra_ext import _C
+from hydra_ext.optim.rows import dense_of
 from hydra_ext.runtime.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class EngineWrapper:
                 gradients = wanted.gradients(gradients) if gradients else gradients
         except BaseException:
             for participant in awaiting:
+                for table in participant.tables:
+                    table.backward_failed()
                 participant.backward_ended(accumulated=False, failed=True)
             raise
         for participant in awaiting:
@@ -156,8 +159,14 @@ class _Wanted:
         return list(zip(owned, reached[: len(owned)], reached[len(owned) :], strict=True))
 
     def gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The gradients of the caller's inputs, each on its input's device; a host parameter's two parts are summed."""
-        asked = list(gradients[: self._asked])
+        """The gradients of the caller's inputs, each on its input's device; a host parameter's two parts are summed.
+
+        Those of tables that are stepped by rows are dense.
+        """
+        asked = [
+            dense_of(tensor, part) if isinstance(tensor, torch.Tensor) and part is not None else part
+            for tensor, part in zip(self.inputs, gradients[: self._asked], strict=False)
+        ]
         for index, owner in self._owners.items():
             if asked[index] is not None:
                 asked[index] = owner.to_host(asked[index])
@@ -234,10 +243,13 @@ def windows_of(participants: Sequence[BackwardParticipant]) -> _C.Windows:
 
 
 def holds(parameter: torch.Tensor) -> bool:
-    """Whether an active context moves this host parameter."""
+    """Whether an active context moves this host parameter, or rows of it."""
     with _lock:
         participants = _installed.participants if _installed is not None else []
-        return any(known.face_of(parameter) is not None for known in participants)
+        return any(
+            known.face_of(parameter) is not None or any(table.host is parameter for table in known.tables)
+            for known in participants
+        )
 
 
 def installed() -> bool:

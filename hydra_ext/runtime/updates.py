@@ -151,16 +151,13 @@ class Updates:
         return [members[first] for first in stepped]
 
     def _take_rows(self, gradients: Gradients) -> Gradients:
-        """Keeps the gradients by rows for :meth:`run`. Returns the others, before which their tables are settled."""
+        """Keeps the gradients by rows of this run's tables for :meth:`run`. Returns the others."""
         self._rows, others = [], []
         for parameter, gradient in gradients:
-            steps = self._tables.get(parameter)
-            if steps is not None and rows.has_rows(parameter):
+            if self._tables.get(parameter) is not None and rows.has_rows(parameter):
                 self._rows.append(parameter)
-                continue
-            if steps is not None:
-                steps.settle()
-            others.append((parameter, gradient))
+            else:
+                others.append((parameter, gradient))
         return others
 
     def _together(self, order: list[int], outside: list[Tensor]) -> dict[int, list[int]]:

@@ -27,6 +27,11 @@ def storage_key(tensor: Tensor) -> int:
         return id(tensor)
 
 
+def moves_by_rows(tensor: Tensor) -> bool:
+    """Whether it stands in a module for a table of which only rows are on the device, and so has no memory."""
+    return getattr(type(tensor), "moves_by_rows", False)
+
+
 def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
     """A weak reference. While it exists, no other storage gets the same address."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -140,7 +145,7 @@ class WeakPlace:
 
 
 def _has_place(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor)
+    return not moves_by_rows(tensor) and tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor)
 
 
 def _place_of(tensor: Tensor) -> tuple[object, ...]:

@@ -30,7 +30,8 @@ def find_tables(model: nn.Module, *, budget: int, blocks: Sequence[nn.Module | s
     """The weights of which rows move.
 
     They are the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, and those of more than half
-    of the budget. No other module has such a weight, and no compiled module or module of ``blocks`` is around.
+    of the budget. They are contiguous, no other module has such a weight, and no compiled module or module of
+    ``blocks`` is around.
 
     Args:
         model: Any module.
@@ -52,6 +53,7 @@ def find_tables(model: nn.Module, *, budget: int, blocks: Sequence[nn.Module | s
         Table(names[parameter], parameter, tuple(modules), all(module.sparse for module in modules))
         for parameter, modules in users.items()
         if parameter.numel() > 0
+        and parameter.is_contiguous()  # other rows would lie differently on the device, and torch sum them otherwise
         and all(_looks_up(module) and module not in inside for module in modules)
         and (all(module.sparse for module in modules) or parameter.nbytes > budget // _BLOCKS_PER_BUDGET)
     ]

@@ -37,6 +37,7 @@ _METHODS: set[Callable[..., Any]] = {
     torch.is_inference,
     torch.numel,
 }
+_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -44,6 +45,7 @@ class TableFace(Tensor):
     """Stands for a table's weight, with its shape, on the run's device."""
 
     _is_param = True  # makes it an nn.Parameter to isinstance
+    moves_by_rows = True
     rows: TableRows
 
     @staticmethod
@@ -78,6 +80,8 @@ class TableFace(Tensor):
             return face.rows.embedding_bag(*_without(face, args), **(kwargs or {}))
         if func == _REQUIRES_GRAD:
             return face.rows.host.requires_grad
+        if func == _VERSION:
+            return face.rows.host._version
         if _needs_no_bytes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

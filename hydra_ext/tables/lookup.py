@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hydra_ext import _C
+from hydra_ext.activations.call_state import is_repeating
 from hydra_ext.blocks import Table
-from hydra_ext.errors import UnsupportedModel
+from hydra_ext.errors import ModelChanged, UnsupportedModel
 from hydra_ext.optim import rows as by_rows
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.state.layout import Layout
@@ -44,16 +45,16 @@ class TableRows:
     """
 
     def __init__(self, table: Table, device: torch.device) -> None:
+        self._table = table
         self.name = table.name
         self.host = table.weight
         self.device = device
         self.dtype = self.host.dtype if table.dtype is None else table.dtype
-        self._gradient_dtype = table.gradient_dtype
-        self._sparse = table.sparse
         self.moved_bytes = 0
         self.gradient_bytes = 0
         self.moved_back_bytes = 0
         self.steps: RowSteps | None = None
+        self._form = _form(self.host)
         self._sums: _Sums | None = None
         self._log: Callable[[], OverwrittenRows | None] = lambda: None
 
@@ -62,11 +63,12 @@ class TableRows:
         host = self.host
         if self.device.type == "cpu" and host.requires_grad:
             self._sums = _Sums(host)
-        casts = self.dtype != host.dtype or self._gradient_dtype is not None
+        casts = self.dtype != host.dtype or self._table.gradient_dtype is not None
+        sparse = any(module.sparse for module in self._table.modules)
         native = isinstance(optimizer, HostOptimizer) and optimizer.can_step_rows(host)
-        if native and host.requires_grad and not self._sparse and not casts and watching.can_be_watched(host):
+        if native and host.requires_grad and not sparse and not casts and watching.can_be_watched(host):
             self.steps = RowSteps(host)
-            by_rows.mark(host)
+            by_rows.mark(host, self.steps.settle)
             watching.watch(host, self.steps.settle)
 
     def settle(self) -> None:
@@ -74,13 +76,25 @@ class TableRows:
         if self.steps is not None:
             self.steps.settle()
 
-    def close(self) -> None:
-        self.settle()
+    def _end_steps(self) -> None:
+        """From now on steps read a gradient of the whole table.
+
+        So it is if calls ask for sparse gradients: torch sums those and dense ones in the order in which they come.
+        """
         if self.steps is not None:
+            self.steps.settle()
             by_rows.make_dense(self.host)
             by_rows.unmark(self.host)
             watching.unwatch(self.host)
             self.steps = None
+
+    def backward_failed(self) -> None:
+        """A backward of this thread has raised."""
+        if self._sums is not None:
+            self._sums.end()
+
+    def close(self) -> None:
+        self._end_steps()
         if self._sums is not None:
             self._sums.close()
             self._sums = None
@@ -95,8 +109,11 @@ class TableRows:
         sparse: bool = False,
     ) -> Tensor:
         """``torch.nn.functional.embedding`` with this table's weight."""
-        rows, local = self._numbered(input)
-        taken = self._taken(rows, max_norm, norm_type)
+        _expect_indices(input, functional.embedding)
+        if sparse:
+            self._end_steps()
+        rows, local = self._numbered(input, IndexError, padding_idx=None)
+        taken = self._taken(rows, local, max_norm, norm_type)
         padding = self._local_padding(rows, padding_idx)
         return functional.embedding(
             local, taken, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
@@ -116,8 +133,12 @@ class TableRows:
         padding_idx: int | None = None,
     ) -> Tensor:
         """``torch.nn.functional.embedding_bag`` with this table's weight."""
-        rows, local = self._numbered(input)
-        taken = self._taken(rows, max_norm, norm_type)
+        _expect_indices(input, functional.embedding_bag, offsets)
+        if sparse:
+            self._end_steps()
+        # torch sums bags with and without a padding index in different kernels, whether or not it is in one of them.
+        rows, local = self._numbered(input, RuntimeError, padding_idx=padding_idx)
+        taken = self._taken(rows, local, max_norm, norm_type)
         return functional.embedding_bag(
             local,
             taken,
@@ -130,19 +151,27 @@ class TableRows:
             padding_idx=self._local_padding(rows, padding_idx),
         )
 
-    def _numbered(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that are needed, in order, on the host; and for each index the row's place among them."""
-        if given.dtype not in (torch.int32, torch.int64):
-            functional.embedding(given, torch.empty(1, 1, device=given.device))  # raises as with the whole table
+    def _numbered(self, given: Tensor, error: type[Exception], *, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+        """The rows that are needed, in order, on the host; and for each index the row's place among them.
+
+        Args:
+            error: What to raise for an index that the table lacks.
+            padding_idx: A row that is among them in any case.
+        """
         with torch.no_grad(), _C.Uncharged():
-            rows, places = torch.unique(given.detach(), return_inverse=True)
+            indices = given.detach()
+            if padding_idx is not None:
+                indices = torch.cat([indices.flatten(), indices.new_tensor([self._from_start(padding_idx)])])
+            rows, places = torch.unique(indices, return_inverse=True)
+            if padding_idx is not None:
+                places = places[:-1].reshape(given.shape)
             rows = rows.to("cpu", torch.int64)
             if len(rows) == 0:
                 rows = torch.zeros(
                     1, dtype=torch.int64, device="cpu"
                 )  # torch's operations want a row, also for no index
         if rows[0] < 0 or rows[-1] >= len(self.host):
-            raise IndexError(
+            raise error(
                 f"index out of range in self: '{self.name}' has {len(self.host)} rows, and was asked for "
                 f"{rows[0]} to {rows[-1]}"
             )
@@ -151,22 +180,32 @@ class TableRows:
     def _local_padding(self, rows: Tensor, padding: int | None) -> int | None:
         if padding is None:
             return None
-        if not -len(self.host) <= padding < len(self.host):
-            raise AssertionError("Padding_idx must be within num_embeddings")
-        padding %= len(self.host)
+        padding = self._from_start(padding)
         place = int(torch.searchsorted(rows, padding))
         return place if place < len(rows) and rows[place] == padding else None
 
-    def _taken(self, rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
+    def _from_start(self, padding: int) -> int:
+        if not -len(self.host) <= padding < len(self.host):
+            raise AssertionError("Padding_idx must be within num_embeddings")
+        return padding % len(self.host)
+
+    def _taken(self, rows: Tensor, local: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
         with torch.no_grad():
             copied = self._copied(rows)
-            if max_norm is not None:
-                self._renormalise(rows, copied, max_norm, norm_type)
+            # In a second call the first has written these rows. Of no indices there is one row, which is not looked up.
+            if max_norm is not None and not is_repeating() and local.numel() > 0:
+                self._renormalise(rows, local, copied, max_norm, norm_type)
         taken: Tensor = _Take.apply(self.host, self, rows, [copied])  # type: ignore[no-untyped-call]
         return taken
 
     def _copied(self, rows: Tensor) -> Tensor:
         """The rows on the device."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if (now := _form(self.host)) != self._form:
+                raise ModelChanged(
+                    f"parameters changed inside the offload context: '{self.name}' has {now}, had {self._form}. Leave "
+                    "the context, change them, and enter it again"
+                )
         if self.steps is not None:
             self.steps.catch_up(rows)
         host = self._numbers()
@@ -189,7 +228,7 @@ class TableRows:
         with torch._C.DisableTorchFunctionSubclass():
             self.host.index_copy_(0, rows, numbers)
 
-    def _renormalise(self, rows: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
+    def _renormalise(self, rows: Tensor, local: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
         """Does to the rows, here and on the host, what torch does with ``max_norm`` before it looks them up."""
         if self.dtype != self.host.dtype:
             raise UnsupportedModel(
@@ -197,9 +236,8 @@ class TableRows:
                 "be lost; leave one of the two out"
             )
         before = copied.clone()
-        everyone = torch.arange(len(rows), device=self.device)
-        torch.embedding_renorm_(copied, everyone, max_norm, norm_type)
-        changed = (copied != before).any(dim=1)
+        torch.embedding_renorm_(copied, local, max_norm, norm_type)
+        changed = ((copied != before) & ~before.isnan()).any(dim=1)
         written = copied[changed]
         if not len(written):
             return
@@ -238,7 +276,7 @@ class TableRows:
                 )
         values = self._on_host(gradient)
         with _C.Uncharged(), torch._C.DisableTorchFunctionSubclass():
-            if self.steps is not None:
+            if self.steps is not None and not self.host._backward_hooks:  # hooks get the gradient as torch makes it
                 return torch.sparse_coo_tensor(
                     rows[None], values, host.shape, check_invariants=False, is_coalesced=True
                 )
@@ -246,11 +284,21 @@ class TableRows:
 
     def _on_host(self, values: Tensor) -> Tensor:
         """A copy with the same layout: torch adds sparse tensors in another order if their values have gaps."""
-        leaving = values if self._gradient_dtype is None else values.to(self._gradient_dtype)
+        leaving = values if self._table.gradient_dtype is None else values.to(self._table.gradient_dtype)
         self.gradient_bytes += leaving.nbytes
         with _C.Uncharged():
             layout = replace(Layout.of(leaving), dtype=self.host.dtype)
             return layout.copy(leaving, torch.device("cpu"))
+
+
+def _form(host: Tensor) -> str:
+    return f"shape {tuple(host.shape)}, strides {host.stride()} and {host.dtype} on {host.device}"
+
+
+def _expect_indices(given: Any, function: Callable[..., Tensor], *others: Any) -> None:
+    """Has this function of torch raise, as it does with the whole table, if it is given what are no indices."""
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
+        function(given, torch.empty(1, 1, device=getattr(given, "device", "cpu")), *others)
 
 
 class OverwrittenRows:
@@ -302,19 +350,21 @@ class _Sums:
             view: Any = host.view_as(host)
         self._node = view.grad_fn.next_functions[0][0]  # kept, because the parameter does not keep it
         self._uncharged = threading.local()
-        self._handles = [self._node.register_prehook(self._begin), self._node.register_hook(self._end)]
+        self._handles = [self._node.register_prehook(self._begin), self._node.register_hook(self.end)]
 
     def close(self) -> None:
+        self.end()
         for handle in self._handles:
             handle.remove()
 
     def _begin(self, _gradients: object) -> None:
-        self._end()  # of a sum that has raised
+        self.end()  # of a sum that has raised in a backward inside another one
         inside = _C.Uncharged()
         inside.__enter__()
         self._uncharged.inside = inside
 
-    def _end(self, *_: object) -> None:
+    def end(self, *_: object) -> None:
+        """A sum of this thread has ended, or raised."""
         inside = self._uncharged.__dict__.pop("inside", None)
         if inside is not None:
             inside.__exit__(None, None, None)

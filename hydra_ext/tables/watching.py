@@ -9,9 +9,10 @@ that share its memory would read it without that; :func:`is_alone` says whether 
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ _METHODS: set[Callable[..., Any]] = {
     torch.numel,
 }
 _GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+_REPLACED = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Watched(Tensor):
@@ -63,12 +65,18 @@ class _Watched(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func == _GRADIENT:
+        if func in (_GRADIENT, _REPLACED):  # a gradient that is left over has the form of the numbers from before
             rows.make_dense(args[0])
-        elif not needs_no_bytes(func):
+        if not needs_no_bytes(func):
             for tensor in _tensors((*args, *(kwargs or {}).values())):
                 if id(tensor) in _settling:
                     _settling[id(tensor)][1]()
+        if func is torch.autograd.grad:  # a backward: modules that it calls again use tensors of other classes
+            with ExitStack() as plain:
+                for tensor in filter(lambda each: id(each) in _settling, _tensors((*args, *(kwargs or {}).values()))):
+                    rows.make_dense(tensor)
+                    plain.enter_context(_as_outside(tensor))
+                return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -89,10 +97,9 @@ class _WatchedParameter(_Watched, nn.Parameter):
 
 def watch(tensor: Tensor, settle: Settle) -> None:
     """Calls ``settle`` before each operation on the tensor that reads or writes numbers, until :func:`unwatch`."""
-    kind = _WatchedParameter if isinstance(tensor, nn.Parameter) else _Watched
     key = id(tensor)
     _settling[key] = weakref.ref(tensor, lambda _: _settling.pop(key, None)), settle
-    object.__setattr__(tensor, "__class__", kind)
+    object.__setattr__(tensor, "__class__", _watched(tensor))
 
 
 def unwatch(tensor: Tensor) -> None:
@@ -109,13 +116,16 @@ def can_be_watched(tensor: Tensor) -> bool:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor or array, to which numbers may be read, has the tensor's memory."""
+    """Whether nothing else, such as another tensor, an array, a storage or a process, can read the tensor's memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _owners(tensor) == _owners(torch.empty(0, device="cpu"))
+        shared = tensor.is_shared()  # type: ignore[no-untyped-call]
+        return not shared and _owners(tensor) == _owners(torch.empty(0, device="cpu"))
 
 
-def _owners(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _owners(tensor: Tensor) -> tuple[int, int]:
+    """How many hold the tensor's storage, and how many the object that stands for it in Python."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
 
 
 def needs_no_bytes(func: Callable[..., Any]) -> bool:
@@ -128,13 +138,17 @@ def needs_no_bytes(func: Callable[..., Any]) -> bool:
 @contextmanager
 def _as_outside(tensor: Tensor) -> Iterator[None]:
     """A context in which the tensor has the class that it has when it is not watched."""
-    watched = type(tensor)
+    watched = _watched(tensor)
     object.__setattr__(tensor, "__class__", _plain(tensor))
     try:
         yield
     finally:
         if id(tensor) in _settling:
             object.__setattr__(tensor, "__class__", watched)
+
+
+def _watched(tensor: Tensor) -> type[Tensor]:
+    return _WatchedParameter if isinstance(tensor, nn.Parameter) else _Watched
 
 
 def _plain(tensor: Tensor) -> type[Tensor]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext.errors import BudgetTooSmall, StateError, UnsupportedModel
+from hydra_ext.errors import BudgetTooSmall, ModelChanged, StateError, UnsupportedModel
+from hydra_ext.optim import AdamW
 from support.tables import BUDGET, ROWS, WIDTH, Recommender, batches, bits
 
 
@@ -47,6 +48,7 @@ READS: dict[str, Callable[[nn.Embedding], Any]] = {
     "setting": lambda one: setattr(one.weight, "requires_grad", False),
     "copy": copy.deepcopy,
     "state": lambda one: one.state_dict(),
+    "jagged": lambda one: one(torch.nested.nested_tensor([torch.arange(5), torch.arange(3)], layout=torch.jagged)),
     "swapped": lambda one: nn.functional.embedding(one.weight, torch.ones(2, 2)),
 }
 
@@ -111,6 +113,26 @@ def run_with(changes: dict[str, Tensor]) -> Tensor:
     model = Recommender(sparse=True)
     with hydra_ext.offload(model, budget=BUDGET, device="simulated"):
         return model({**batches(1)[0], **changes})
+
+
+CHANGES: dict[str, Callable[[nn.Embedding], object]] = {
+    "dtype": lambda one: one.bfloat16(),
+    "size": lambda one: setattr(one.weight, "data", torch.ones(ROWS + 10, WIDTH)),
+    "strides": lambda one: setattr(one.weight, "data", torch.ones(WIDTH, ROWS).t()),
+}
+
+
+@pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_table_that_was_given_another_form_raises(change: str, make: Any) -> None:
+    model = Recommender(sparse=False)
+    optimizer = make(model.parameters())
+    with hydra_ext.offload(model, optimizer, budget=BUDGET, device="simulated"):
+        model(*batches(1)).sum().backward()
+        optimizer.step()
+        CHANGES[change](model.one)
+        with pytest.raises(ModelChanged, match=r"'one.weight' has shape"):
+            model(*batches(1))
 
 
 def test_rows_count_toward_the_budget() -> None:

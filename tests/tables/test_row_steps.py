@@ -18,7 +18,7 @@ from hydra_ext import _C, Run
 from hydra_ext.errors import InvalidOptimizer, StateError
 from hydra_ext.optim import SGD, Adam, AdamW, clip, rows
 from hydra_ext.optim.host_optimizer import HostOptimizer
-from support.tables import BUDGET, Recommender, Trained, batches, bits, expect_same, train
+from support.tables import BUDGET, WIDTH, Recommender, Trained, batches, bits, expect_same, train
 
 # torch's Adagrad makes sparse tensors without saying whether to check them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -206,6 +206,47 @@ def test_a_view_from_outside_sees_every_step() -> None:
         assert ours.equal(plain)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_storage_that_is_held_sees_every_step(inside: bool) -> None:
+    """torch has one object for a storage, so it counts one owner however many hold that object."""
+
+    def go(budget: int | None) -> list[Tensor]:
+        torch.manual_seed(5)
+        model, found = Recommender(sparse=False), []
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        held = None if inside else model.one.weight.untyped_storage()
+
+        def loop() -> None:
+            nonlocal held
+            for batch in batches(3):
+                nn.functional.mse_loss(model(batch), batch["target"]).backward()
+                optimizer.step()
+                if held is None:
+                    held = model.one.weight.untyped_storage()
+                found.append(torch.empty(0).set_(held)[: 60 * WIDTH].clone())
+                optimizer.zero_grad()
+
+        if budget is None:
+            loop()
+        else:
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated"):
+                loop()
+        return found
+
+    for ours, plain in zip(go(BUDGET), go(None), strict=True):
+        assert ours.equal(plain)
+
+
+def test_a_table_that_other_processes_may_read_makes_every_step() -> None:
+    model = Recommender(sparse=False)
+    with hydra_ext.offload(model, AdamW(model.parameters()), budget=BUDGET, device="simulated") as run:
+        model.one.share_memory()
+        for batch in batches(2):
+            nn.functional.mse_loss(model(batch), batch["target"]).backward()
+            run.optimizer.step()  # type: ignore[union-attr]
+        assert [table.steps.caught_up for table in run.tables] == [2, 0]  # type: ignore[union-attr]
+
+
 def test_norms_are_those_of_dense_gradients() -> None:
     plain, ours = Recommender(sparse=False), Recommender(sparse=False)
     ours.load_state_dict(plain.state_dict())
@@ -262,7 +303,7 @@ def test_sums_of_rows_are_those_of_dense_gradients(width: int, monkeypatch: pyte
     dense[at] = torch.randn(len(at), width) * 10.0 ** torch.randint(-9, 9, (len(at), width))
     parameter = nn.Parameter(torch.empty_like(dense))
     parameter.grad = torch.sparse_coo_tensor(at[None], dense[at], dense.shape, check_invariants=True)
-    rows.mark(parameter)
+    rows.mark(parameter, lambda: None)
     by_rows = clip.sums_of_squares([parameter], [None])
     rows.unmark(parameter)
     parameter.grad = dense
