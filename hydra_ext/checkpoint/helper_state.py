@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from hydra_ext.checkpoint.format.values import BadValue, Encoder, decode
 from hydra_ext.checkpoint.optimizer_state import kind
@@ -63,5 +64,6 @@ def restore(helper: Stateful | None, saved: Any, fetch: Callable[[str], Tensor])
     """
     if helper is not None:
         state = decode(saved["state"], fetch)
-        if state:  # the state of a disabled scaler is empty, and an enabled one refuses it
+        # The state of a disabled scaler is empty, and an enabled one refuses it.
+        if state or not isinstance(helper, GradScaler):
             helper.load_state_dict(state)

@@ -76,11 +76,13 @@ class SavedLoader:
         self._path = reader.path
         self._loader = loader
         self._saved: dict[str, Any] | None = None
+        self._is_lost = False
         content = reader.manifest.content
         if content.get("loaders") is not None:
             self._saved = _chosen(content, rank, ranks, replicas)
             helper_state.check(self._saved, _NAME, self._tensor)
         if loader is None:
+            self._is_lost = content.get("loaders") is not None and _had_one(content, rank, ranks, replicas)
             return
         if self._saved is not None:
             self.differences = helper_state.differences(loader, _NAME, self._saved)
@@ -96,7 +98,7 @@ class SavedLoader:
     def restore(self) -> None:
         if self._loader is not None:
             helper_state.restore(self._loader, self._saved, self._tensor)
-        elif self._saved is not None:
+        elif self._is_lost:
             logger.warning("%s has the state of a loader, and no loader= is given: its data begin anew", self._path)
 
     def _tensor(self, name: str) -> Tensor:
@@ -125,6 +127,18 @@ def _chosen(content: Mapping[str, Any], rank: int, ranks: int, replicas: int) ->
         of_replica = {number for number in numbers[rank % replicas :: replicas] if number is not None}
         own = of_replica.pop() if len(of_replica) == 1 else None
     return None if own is None else states[own]
+
+
+def _had_one(content: Mapping[str, Any], rank: int, ranks: int, replicas: int) -> bool:
+    """Whether a rank would be expected to have a loader, as it or those in its place then had one."""
+    _, numbers = _lists(content["loaders"])
+    before = len(content["buffers"])
+    if replicas != before:
+        return True  # no rank's data go on
+    if ranks == len(numbers):
+        return numbers[rank] is not None
+    of_replica = [number is not None for number in numbers[rank % replicas :: replicas]]
+    return any(of_replica) if rank < replicas else all(of_replica)  # of the first stage, which takes the data
 
 
 def _lists(loaders: Any) -> tuple[list[Any], list[Any]]:

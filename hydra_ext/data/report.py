@@ -19,7 +19,7 @@ class StageReport:
     Attributes:
         name: Of the stage.
         items: On the way, since the epoch began; None before the first one.
-        workers: None for a stage without workers, and before the first item.
+        workers: None for a stage without workers, and before the first item. A closed loader has none at work.
         skipped: Items whose function has raised, and that were left out.
     """
 
@@ -71,7 +71,7 @@ class TuningReport:
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """A loader now, and what it has done.
+    """A loader now, and what it has done; of a closed one, what it had done.
 
     Attributes:
         stages: In the order of the data. The last one's ``items.starved_seconds`` are those that the training waited.

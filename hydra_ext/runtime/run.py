@@ -396,7 +396,7 @@ class Run:
 
         Args:
             folder, schedule, scaler, loader, keep: Arguments of :meth:`save`.
-            extra: Function that is called when the last step has ended; its result is saved.
+            extra: Called when the last step has ended; its result is saved. That step raises its errors.
 
         Raises:
             StateError: this is not the main thread, it was called before, or the context has ended.

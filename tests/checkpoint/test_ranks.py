@@ -46,5 +46,6 @@ def test_ranks_without_a_shared_folder_hear_so(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_one_rank_ends_both_behind_a_save(tmp_path: Path) -> None:
-    assert run_ranks(bodies.terminated, tmp_path / "ckpt", folder=tmp_path) == [[143, 3, 0], [143, 3, 0]]
+    expected = [["RankFailed", 143, 3, 0], ["ZeroDivisionError", 143, 3, 0]]
+    assert run_ranks(bodies.terminated, tmp_path / "ckpt", folder=tmp_path) == expected
     assert hydra_ext.load_model(tmp_path / "ckpt", bodies.JOB.make(0).model).step == 3

@@ -13,7 +13,7 @@ import torch
 
 import hydra_ext
 from hydra_ext.checkpoint.format.files import Files
-from hydra_ext.errors import SaveFailed, StateError
+from hydra_ext.errors import SaveFailed, StateError, UnsupportedState
 from support.checkpoint.checkpoints import STEPS, Job, Made, differences, offloaded
 
 
@@ -241,6 +241,25 @@ def test_a_save_that_fails_says_so(tmp_path: Path) -> None:
     made = Job("images", "adamw", "none").make(0)
     with pytest.raises(SaveFailed):
         train(made, tmp_path, lambda run: [setattr(run._checkpoint, "files", Full()), terminate(), made.steps(2)])
+
+
+class Odd:
+    """A loader whose state no checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": {1}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("given", ["loader", "extra"])
+def test_state_that_cannot_be_captured_says_so(given: str, tmp_path: Path) -> None:
+    made = Job("images", "adamw", "none").make(0)
+    options: Any = {"loader": {"loader": Odd()}, "extra": {"extra": lambda: 1 // 0}}[given]
+    with pytest.raises(UnsupportedState if given == "loader" else ZeroDivisionError):
+        train(made, tmp_path, lambda _: [terminate(), made.steps(2)], **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import hydra_ext
 from hydra_ext import data
+from hydra_ext.checkpoint import loader_states
 from hydra_ext.errors import CheckpointMismatch, UnsupportedState
 from support.data import checkpointed as bodies
 from support.data import functions
@@ -160,3 +162,50 @@ def test_a_loader_that_was_not_saved_or_is_not_given(tmp_path: Path, caplog: pyt
         ):
             with pytest.raises(UnsupportedState, match=reason):
                 run.save(tmp_path / "none", loader=Odd(state))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("had", "replicas", "now", "of_now", "warned"),
+    [
+        ((1, 1), 2, 2, 2, [0, 1]),
+        ((1, 1), 2, 1, 1, [0]),  # another number of ranks
+        ((1, 1), 2, 4, 4, [0, 1, 2, 3]),
+        ((1, 0), 1, 2, 1, [0]),  # two stages, and the first one reads
+        ((1, 0), 1, 3, 1, [0]),
+        ((1, 1), 1, 3, 1, [0, 1, 2]),
+        ((1, 1), 1, 3, 3, [0, 1, 2]),
+        ((0, 1, 0, 0), 2, 4, 2, [1]),  # of one replica
+        ((0, 1, 0, 0), 2, 2, 2, [1]),
+        ((0, 0), 2, 4, 4, []),
+    ],
+)
+def test_ranks_whose_data_begin_anew_are_warned(
+    had: tuple[int, ...], replicas: int, now: int, of_now: int, warned: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    states = loader_states.joined(
+        [loader_states.capture(Odd({"of": rank}) if has else None) for rank, has in enumerate(had)]
+    )
+    content = {"loaders": states, "ranks": [0] * len(had), "buffers": [{}] * replicas}
+    reader: Any = SimpleNamespace(path=Path("ckpt"), manifest=SimpleNamespace(content=content))
+    heard = []
+    for rank in range(now):
+        caplog.clear()
+        saved = loader_states.SavedLoader(reader, None, rank=rank, ranks=now, replicas=of_now)
+        assert not saved.differences
+        saved.restore()
+        heard += [rank] if "ckpt has the state of a loader" in caplog.text else []
+    assert heard == warned
+
+
+def test_an_empty_state_is_loaded_too(tmp_path: Path) -> None:
+    trained = model()
+    with hydra_ext.offload(trained, sgd(trained.parameters()), budget="1MiB") as run:
+        run.save(tmp_path, loader=Odd({}))
+        odd = Odd({"at": 5})
+        run.load(tmp_path, loader=odd)
+        assert odd.state_dict() == {}
+        run.save(tmp_path, scaler=torch.amp.GradScaler("cpu", enabled=False))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        run.load(tmp_path, scaler=scaler)  # it refuses an empty state
+        assert scaler.get_scale() == 4.0

@@ -382,25 +382,6 @@ def test_an_iterable_dataset_has_its_own_order() -> None:
         data.from_dataset(functions.Stream(3), shuffle=True)
 
 
-def test_a_state_of_something_else_is_refused() -> None:
-    with data.from_dataset(functions.Rows(3), method="thread") as loader, pytest.raises(InvalidArgument, match="'foo'"):
-        loader.load_state_dict({"foo": 1})
-
-
-def test_a_state_of_another_loader_is_refused() -> None:
-    with data.from_dataset(functions.Rows(9), 3, method="thread") as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    with data.from_dataset(functions.Rows(9), 4, method="thread") as loader:
-        loader.load_state_dict(state)
-        with pytest.raises(InvalidArgument, match=r"had .*'batch_size': 3,.* has .*'batch_size': 4,"):
-            iter(loader)
-    with data.Loader(data.Prefetch(IterableWrapper(range(3)), depth=1)) as other:
-        other.load_state_dict(state)
-        with pytest.raises(InvalidArgument, match="state is of another pipeline"):
-            iter(other)
-
-
 def test_nodes_below_a_sampler_of_several_are_found() -> None:
     maps: dict[str, Any] = {
         name: data.Map(IterableWrapper(range(5)), functions.same, method="thread", name=name) for name in ("one", "two")

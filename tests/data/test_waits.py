@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchdata.nodes import BaseNode
+from torchdata.nodes import BaseNode, IterableWrapper
 
 import hydra_ext
 from hydra_ext import Run, StepFigures, data
@@ -84,11 +84,36 @@ def test_the_report_has_waits_inside_the_context(monkeypatch: pytest.MonkeyPatch
             assert "data  " not in str(run.report())
             clock.pass_by(7)
             train(run, loader)
-            assert run.report().data == DataReport(waits=3, seconds=7.0, share=0.5)
-            assert "data     7.000 s waited for, 50.0% of the time, in 3 waits" in str(run.report())
+            assert run.report().data == DataReport(waits=4, seconds=7.0, share=0.5)
+            assert "data     7.000 s waited for, 50.0% of the time, in 4 waits" in str(run.report())
             clock.pass_by(14)
         list(loader)
-        assert run.report().data == DataReport(waits=3, seconds=7.0, share=0.25)
+        assert run.report().data == DataReport(waits=4, seconds=7.0, share=0.25)
+
+
+def test_a_loader_over_a_loader_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    outer = data.Loader(data.Batch(IterableWrapper(data.Loader(Slow(3, clock))), 2))
+    with offloaded() as run:
+        assert [len(batch) for batch in outer] == [2, 1]
+        clock.pass_by(2)
+        assert run.report().data == DataReport(waits=4, seconds=11.0, share=11 / 13)  # the end is asked for twice
+
+
+def test_what_a_node_takes_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an iteration begins, before its first item."""
+    clock = Clock(monkeypatch)
+
+    def make() -> data.Loader:
+        return data.Loader(data.Shuffle(Slow(4, clock), 4))
+
+    with make() as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with make() as loader, offloaded() as run:
+        loader.load_state_dict(state)
+        iter(loader)
+        assert run.report().data == DataReport(waits=1, seconds=12.0, share=1.0)
 
 
 def test_waits_of_other_threads_hold_nothing_up() -> None:
@@ -99,7 +124,7 @@ def test_waits_of_other_threads_hold_nothing_up() -> None:
         assert run.report().data.waits == 0
         with offloaded() as second:
             list(loader)
-            assert (run.report().data.waits, second.report().data.waits) == (3, 3)
+            assert (run.report().data.waits, second.report().data.waits) == (4, 4)
 
 
 def test_figures_of_steps_do_not_take_waits_for_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +153,6 @@ def test_the_trace_has_each_wait(tmp_path: Path) -> None:
         report = run.report().data
     found = [each for each in traces.read(tmp_path / "trace.json").row("compute", "wait") if "data" in each["name"]]
     assert [each["name"] for each in found] == ["waits for data"] * report.waits
-    assert report.waits == 4
+    assert report.waits == 5  # for the epoch's begin, too
     assert sum(traces.end(each) - traces.begin(each) for each in found) == round(report.seconds * SECOND)
     assert not traces.overlapping(found)

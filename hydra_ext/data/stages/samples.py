@@ -139,7 +139,6 @@ class Keys(BaseNode[Batch]):
             "batch_size": self._batch,
             "drop_last": self._drop_last,
             "order": order,
-            "generator": self._generator is not None,
         }
 
 
@@ -253,11 +252,7 @@ class Samples(BaseNode[tuple[int, int, Any]]):
         }
 
     def _shape(self) -> dict[str, Any]:
-        return {
-            "batch_size": self._batch,
-            "drop_last": self._drop_last,
-            "generator": self._generator is not None,
-        }
+        return {"batch_size": self._batch, "drop_last": self._drop_last}
 
 
 # ---- functions of workers -------------------------------------------------------------------------------------------

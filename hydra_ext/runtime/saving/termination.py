@@ -63,9 +63,18 @@ class Termination:
             self._deliver()
 
     def step_ended(self) -> None:
-        """Captures state if a signal was received. Every rank calls it at the end of the same step."""
-        if self._noted is None and self._any_rank_signalled():
-            self._noted = self._note()
+        """Captures state if a signal was received. Every rank calls it at the end of the same step.
+
+        Raises:
+            RankFailed: another rank has failed to capture its state.
+        """
+        if self._noted is not None or not self._any_rank_signalled():
+            return
+        try:
+            self._noted = self._note() if self._replicas is None else self._replicas.together(self._note)
+        except BaseException:  # raised in place of the signal's effect, as an error of the save is
+            self._received = False
+            raise
 
     def _any_rank_signalled(self) -> bool:
         if self._replicas is None:

@@ -107,7 +107,22 @@ def apart(rank: int, folder: Path) -> str:
 
 
 def terminated(rank: int, folder: Path) -> list[Any]:
-    """Terminates rank 1 only."""
+    """Terminates rank 1 only: first where its state cannot be captured, which both ranks hear."""
+    made = JOB.make(rank)
+    heard = None
+    with offloaded(made) as run:
+        run.save_on_sigterm(folder, schedule=made.schedule, extra=lambda: 1 // (1 - rank))
+        made.steps(1)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            made.steps(1)
+        except (HydraError, ZeroDivisionError) as error:
+            heard = type(error).__name__
+    return [heard, *_saved_by_a_signal(rank, folder)]
+
+
+def _saved_by_a_signal(rank: int, folder: Path) -> list[Any]:
     made = JOB.make(rank)
 
     def train(run: hydra_ext.Run, made: Made) -> None:
