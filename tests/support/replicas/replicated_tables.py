@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -228,7 +227,7 @@ def disturbed(
         memory: Whether the device runs out of memory, twice.
 
     Returns:
-        For each job the tensors of the plain training and of the other one, the error of the step, and the number of retries.
+        For each job the tensors of the plain training and of the other one, the error of the step, and the retries.
     """
     found = []
     for job in jobs:
