@@ -154,8 +154,10 @@ class Replicas:
         Returns:
             By rank, those that have bytes. The result of each is these bytes.
         """
-        empty = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        of_each = [data if rank == self.rank else received for rank, received in enumerate(empty)]
+        of_each = [
+            data if rank == self.rank else torch.empty(size, dtype=torch.uint8, device="cpu")
+            for rank, size in enumerate(sizes)
+        ]
         sent = [each.to(self._message_device) for each in of_each]
         return {
             rank: Reduction(
@@ -260,8 +262,8 @@ def describe(model: nn.Module, layout: Layout) -> list[str]:
         for name, parameter in block.parameters
     ]
     lines += [
-        f"{_trained(table.weight)} '{table.name}' of {_kind(table.weight)}, a table of "
-        f"{'sparse' if table.sparse else 'dense'} gradients of which rows move"
+        f"{_trained(table.weight)} '{table.name}' of {_kind(table.weight)}, a table with "
+        f"{'sparse' if table.sparse else 'dense'} gradients, of which rows move"
         for table in layout.tables
     ]
     return lines + [f"a buffer '{name}' of {_kind(buffer)}" for name, buffer in model.named_buffers()]

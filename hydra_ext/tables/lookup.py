@@ -212,7 +212,7 @@ class TableRows:
         with torch._C.DisableTorchFunctionSubclass():
             self.host.index_copy_(0, rows, numbers)
         if known:
-            self.backward_begins()
+            self.backward_begins()  # so that this write does not count as one of others
 
     def _renormalise(self, rows: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
         """Does to the rows, here and on the host, what torch does with ``max_norm`` before it looks them up."""

@@ -113,9 +113,10 @@ def _put_sparse(table: TableRows, mean: Tensor) -> None:
 def _dense_sum(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
     """The rows of all shares, and their sums. A rank adds zeros to rows that it lacks, as with the whole gradient."""
     rows = torch.unique(torch.cat([share.rows for share in shares]))
-    total, *others = (_at(rows, share) for share in shares)
-    for other in others:
-        total += other
+    parts = (_at(rows, share) for share in shares)
+    total = next(parts)
+    for part in parts:  # one at a time: each takes as much memory as the sum
+        total += part
     return rows, total
 
 

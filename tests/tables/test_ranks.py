@@ -78,7 +78,6 @@ def expect_bits_and_bytes(jobs: dict[str, TableJob], folder: Path, ranks: int = 
             assert len(report["stepped_by_rows"]) == (tables if "our" in job.optimizer else 0)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("jobs", [SPARSE, DENSE], ids=["sparse", "dense"])
 def test_two_ranks_have_the_bits_of_distributed_data_parallel_and_send_rows(
     jobs: dict[str, TableJob], tmp_path: Path
@@ -105,7 +104,9 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_leaves_no_trace(fault: str,
 
 
 def test_a_rank_that_runs_out_of_memory_makes_all_make_the_step_again(tmp_path: Path) -> None:
-    jobs = [replace(job, budget=10 * BUDGET, step={}) for job in FAILING]
+    # What an earlier backward has brought is averaged in a step whose own microbatches do not look rows up.
+    early = TableJob(sparse=False, optimizer="ours", way="step", without=(0, 1), early=True)
+    jobs = [replace(job, budget=10 * BUDGET, step={}) for job in (*FAILING, early)]
     for found in run_ranks(disturbed, jobs, "backward", True, folder=tmp_path):
         for plain, ours, error, retries in found:
             assert (error, retries) == ("", 2)
@@ -117,7 +118,7 @@ def test_what_ranks_cannot_average_is_refused_on_all(tmp_path: Path) -> None:
         assert mixed.startswith("StateError: the gradient of 'one.weight' is sparse, or has a graph")
         assert written.startswith("StateError: something wrote to 'bags.weight' during the backward")
         assert frozen.startswith("ReplicasDiffer: the ranks have gone different ways: the ranks train different")
-        assert "a table of dense gradients of which rows move where rank 0 has" in kinds
+        assert "a table with dense gradients, of which rows move where rank 0 has" in kinds
 
 
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ class TableJob:
         way: "step"; "loop", whose backwards are averaged each; "no_sync", a loop that averages once a step.
         m: Microbatches of a step, by rank.
         empty: Rank whose bags are all empty, in each second microbatch.
-        without: Ranks that leave the first table out in each second microbatch.
+        without: Ranks that leave the first table out in each second microbatch; if ``early``, in each.
+        early: Whether a backward of its own, without synchronisation, comes before each step; on the first rank it
+            uses both tables.
         options: Of the model.
     """
 
@@ -69,6 +71,7 @@ class TableJob:
     max_norm: float | None = None
     empty: int | None = None
     without: tuple[int, ...] = ()
+    early: bool = False
     frozen: bool = False
     only: bool = False
     budget: int = BUDGET
@@ -92,7 +95,7 @@ class TableJob:
         for number, batch in enumerate(found):
             if number % 2 and rank == self.empty:
                 batch["indices"], batch["offsets"] = batch["indices"][:0], torch.zeros_like(batch["offsets"])
-            batch["without"] = number % 2 == 1 and rank in self.without
+            batch["without"] = (self.early or number % 2 == 1) and rank in self.without
         return [found[first : first + self.m[rank]] for first in range(0, len(found), self.m[rank])]
 
 
@@ -121,6 +124,7 @@ def train_plain(rank: int, job: TableJob) -> Seen:
     wrapped = DistributedDataParallel(model, find_unused_parameters=bool(job.without))
     seen = Seen()
     for group in job.given(rank):
+        _early(rank, job, wrapped, group, wrapped.no_sync)
         _loop(job, wrapped, group, wrapped.no_sync, seen)
         _update(job, model, optimizer, seen)
     seen.end(model, optimizer)
@@ -144,6 +148,12 @@ def train_offloaded(rank: int, job: TableJob) -> Seen:
         seen.report = {**report.as_dict()["tables"], "peak": report.peak_bytes, "reduced": report.reduced_bytes}
     seen.end(model, optimizer)
     return seen
+
+
+def _early(rank: int, job: TableJob, model: nn.Module, group: Step, no_sync: Callable[[], Any]) -> None:
+    if job.early:
+        with no_sync():
+            job.loss(model, {**group[0], "without": rank > 0}).backward()
 
 
 def _loop(job: TableJob, model: nn.Module, group: Step, no_sync: Callable[[], Any], seen: Seen) -> None:
@@ -256,6 +266,7 @@ def _train_disturbed(rank: int, job: TableJob, fault: str, error: Exception, tim
             if (number, rank) == (1, 1):
                 errors += [error] * times
             try:
+                _early(rank, job, model, group, run.no_sync)
                 out = run.step(group, loss_of, max_norm=job.max_norm, **job.step)
             except Exception as caught:  # noqa: BLE001 - whatever it is, is compared
                 raised = f"{type(caught).__name__}: {caught}"
