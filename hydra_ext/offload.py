@@ -176,8 +176,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._largest_block()
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
-        alone = self._host_limit is None and choose_group(self._process_group) is None
-        found = find_tables(self._model, budget=self._budget, blocks=blocks) if alone else []
+        found = find_tables(self._model, budget=self._budget, blocks=blocks) if self._host_limit is None else []
         tables = [replace(table, dtype=self._param_dtype, gradient_dtype=self._grad_dtype) for table in found]
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
         total -= sum(_face_bytes(table.weight, self._param_dtype) for table in tables)
@@ -234,7 +233,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             spilling = self._make_spilling(core, replicas)
             if stash is not None and spilling is not None:
                 spilling.limit(stash)
-            move_in(core, self._model, self._layout.blocks, replicas, spilling)
+            move_in(core, self._model, self._layout, replicas, spilling)
         except BaseException:  # re-raised: the core has no other owner yet
             core.close()
             raise
@@ -324,12 +323,6 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if group is None:
             check_parameters(self._model, self._optimizer)
             return None
-        if self._layout.tables:
-            raise StateError(
-                f"the rows of '{self._layout.tables[0].name}' move by themselves, and ranks would not average their "
-                "gradient: initialise torch.distributed before hydra_ext.offload(...), so that tables move whole, or "
-                "give process_group=False"
-            )
         replicas = Replicas(group, self._place.device)
         replicas.together(lambda: check_parameters(self._model, self._optimizer))
         dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"

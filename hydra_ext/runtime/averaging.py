@@ -10,7 +10,9 @@ whatever its microbatches did:
 1. one *agreement*: has a rank failed, are all at the same place, do they train the same parameters;
 2. for every block with trained parameters, from the last to the first: the marks of its parameters, then their
    gradients, or zeros where the rank has none. NCCL sums those of one dtype together. If backward has produced a
-   gradient on no rank since it was last averaged, it stays as it is, or stays None.
+   gradient on no rank since it was last averaged, it stays as it is, or stays None;
+3. for all trained tables together: their marks, kinds and numbers of rows with a gradient; then, from each rank that
+   has any, these rows. They are added in the order of the ranks. If a mark says that a rank has failed, no rows follow.
 
 A block is issued once its gradients are complete and all blocks after it have been issued. The rank waits for it one
 stay later, so communication overlaps with the backward of the blocks before it.
@@ -26,6 +28,7 @@ import logging
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +37,12 @@ from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import RankFailed, ReplicasDiffer, StateError
 from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.optim.rows import gradient_of
 from hydra_ext.runtime.replicas import Reduction, Replicas
+
+if TYPE_CHECKING:
+    from hydra_ext.tables.lookup import TableRows
+    from hydra_ext.tables.means import Share
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +117,8 @@ class _Agreement:
         return self._answers is not None
 
     def ask(self, *, failed: bool) -> None:
-        pattern = bytes(p.requires_grad for block in self._layout.blocks for _, p in block.parameters)
+        in_blocks = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
+        pattern = bytes(p.requires_grad for p in [*in_blocks, *(table.weight for table in self._layout.tables)])
         same = [self._place, self._replicas.passes, zlib.crc32(pattern)]
         failure = self._replicas.rank + 1 if failed else 0
         with _C.Uncharged():
@@ -227,15 +236,20 @@ class _Reductions:
             greatest = self._replicas.wait(marks).tolist()
             for share, mark, each in zip(reduction.shares, greatest, sums, strict=True):
                 self._replicas.wait(each)
-                if mark >= _FAILED:
-                    self.failed = mark - _FAILED
-                elif mark == _AGAIN:
-                    self._again = True
-                elif mark == _UNFIT:
-                    self._unfit.append(f"'{self._layout.blocks[reduction.block].parameters[share.index][0]}'")
-                elif mark == _ARRIVED and deliver is not None:
+                name, _ = self._layout.blocks[reduction.block].parameters[share.index]
+                if self.hear(mark, name) and deliver is not None:
                     deliver(reduction.block, share)
             self._under_way.pop(0)
+
+    def hear(self, mark: int, name: str) -> bool:
+        """Notes the greatest mark of all ranks for a parameter. Returns whether its gradient becomes the mean."""
+        if mark >= _FAILED:
+            self.failed = mark - _FAILED
+        elif mark == _AGAIN:
+            self._again = True
+        elif mark == _UNFIT:
+            self._unfit.append(f"'{name}'")
+        return mark == _ARRIVED
 
     def expect_means(self) -> None:
         """Checks the marks of all ranks: every gradient has become its mean.
@@ -254,6 +268,101 @@ class _Reductions:
             )
 
 
+class _Tables:
+    """Averages the gradients of tables by rows, after those of all blocks.
+
+    Every rank calls :meth:`announce` and :meth:`finish`. Further calls do nothing, until :meth:`begin`.
+    """
+
+    def __init__(self, replicas: Replicas, tables: Sequence[TableRows]) -> None:
+        self._replicas = replicas
+        self._tables = tables
+        self._arrived: set[TableRows] = set()  # those whose gradients backward has produced, also before an undo
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts over."""
+        self._trained = [table for table in self._tables if table.host.requires_grad]
+        self._shares: list[Share] = []
+        self._heads: Reduction | None = None
+        self._sent: dict[int, Reduction] | None = None
+        self._ended = False
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has not told its marks yet."""
+        return bool(self._trained) and self._heads is None
+
+    def written(self) -> str:
+        """The name of a table that something has written to since the backward began; empty without one."""
+        return next((f"'{table.name}'" for table in self._trained if table.was_written), "")
+
+    def announce(self, mark: int | None = None) -> None:
+        """Starts to tell the marks, and which rows follow. With ``mark``, this rank has this one and no rows."""
+        if not self.left:
+            return
+        from hydra_ext.tables.means import no_share, share_of
+
+        if mark is None:
+            self._arrived |= {table for table in self._trained if table.take_arrived()}
+        marks = [self._mark(table) if mark is None else mark for table in self._trained]
+        self._shares = [
+            share_of(table, self._replicas.size) if own < _UNFIT else no_share(table)
+            for table, own in zip(self._trained, marks, strict=True)
+        ]
+        heads = [(own, share.kind, len(share.rows)) for own, share in zip(marks, self._shares, strict=True)]
+        self._heads = self._replicas.start_telling([number for head in heads for number in head])
+
+    def _mark(self, table: TableRows) -> int:
+        gradient = gradient_of(table.host)
+        if gradient is None:
+            return _NONE
+        by_rows = gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
+        if gradient.requires_grad or not (by_rows or gradient.layout == torch.strided):
+            return _UNFIT
+        return _ARRIVED if table in self._arrived else _UNCHANGED
+
+    def finish(self, hear: Callable[[int, str], bool], *, deliver: bool) -> None:
+        """Waits for the marks of all ranks, and for the rows that follow.
+
+        Args:
+            hear: Function that takes the greatest mark of a table and its name, and returns whether it gets a mean.
+            deliver: Whether to make the means this rank's gradients.
+        """
+        if self._heads is None or self._ended:
+            return
+        from hydra_ext.tables import means
+
+        heads = self._replicas.wait(self._heads).view(self._replicas.size, len(self._trained), 3)
+        greatest = heads[:, :, 0].amax(0).tolist()
+        for index, kinds in enumerate(heads[:, :, 1].T.tolist()):
+            if len({*kinds} - {means.NONE}) > 1:
+                greatest[index] = max(greatest[index], _UNFIT)
+        follow = [index for index, mark in enumerate(greatest) if hear(mark, self._trained[index].name)]
+        if follow and max(greatest) < _AGAIN:
+            of_ranks = self._exchange(follow, heads[:, follow, 1:].tolist())
+            for index, *shares in zip(follow, *of_ranks, strict=True) if deliver else ():
+                means.put_mean(self._trained[index], shares)
+        self._ended = True
+
+    def _exchange(self, follow: Sequence[int], heads: Sequence[Sequence[Sequence[int]]]) -> list[list[Share]]:
+        """The shares of each rank in these tables, whose kind and number of rows are given for each rank and table."""
+        from hydra_ext.tables.means import packed, row_bytes, unpacked
+
+        tables = [self._trained[index] for index in follow]
+        sizes = [
+            [count * row_bytes(table) for table, (_, count) in zip(tables, of_rank, strict=True)] for of_rank in heads
+        ]
+        if self._sent is None:
+            data = packed([self._shares[index] for index in follow])
+            self._sent = self._replicas.start_exchange(data, [sum(of_rank) for of_rank in sizes])
+            for table, size in zip(tables, sizes[self._replicas.rank], strict=True):
+                table.averaged_bytes += size
+        received = {rank: self._replicas.wait(sent) for rank, sent in self._sent.items()}
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return [unpacked(received.get(rank, nothing), tables, of_rank) for rank, of_rank in enumerate(heads)]
+
+
 class Averaging:
     """Averages the gradients of one step, or of one backward.
 
@@ -261,11 +370,14 @@ class Averaging:
         place: Either :data:`IN_STEP` or :data:`IN_BACKWARD`.
     """
 
-    def __init__(self, replicas: Replicas, core: _C.PagedModel, layout: Layout, place: int) -> None:
+    def __init__(
+        self, replicas: Replicas, core: _C.PagedModel, layout: Layout, tables: Sequence[TableRows], place: int
+    ) -> None:
         self._replicas = replicas
         self._core = core
         self._layout = layout
         self._place = place
+        self._tables = _Tables(replicas, tables)
         self._arrived: dict[int, list[bool]] = {}  # by block: gradients that backward had produced before an undo
         self._reset()
 
@@ -288,6 +400,7 @@ class Averaging:
 
     def _ask(self, *, failed: bool) -> None:
         self._order.begin()
+        self._tables.begin()
         self._agreement.ask(failed=failed)
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
@@ -323,7 +436,7 @@ class Averaging:
             ReplicasDiffer: see :meth:`agree`.
         """
         self.agree()
-        moved = self._core.changes.moved()
+        moved = self._core.changes.moved() or self._tables.written()
         if moved:
             raise StateError(
                 f"something wrote to {moved} during the backward. An optimizer that steps inside backward has this "
@@ -334,7 +447,9 @@ class Averaging:
                 before = len(self._reductions)
                 self._issue(self._gathered(self._order.left[-1]))
                 self._reductions.wait(self._deliver, blocks=before)
+            self._tables.announce()
             self._reductions.wait(self._deliver)
+            self._tables.finish(self._reductions.hear, deliver=True)
         self._reductions.expect_means()
 
     def abandon(self) -> None:
@@ -365,7 +480,7 @@ class Averaging:
         """
         if not self._agreement.made:
             return True  # the other ranks still wait in the agreement
-        if not self._order.left:
+        if not (self._order.left or self._tables.left):
             return False
         with _C.Uncharged():
             self._answer(_AGAIN)
@@ -379,13 +494,15 @@ class Averaging:
         self._reset()
 
     def _answer(self, mark: int) -> None:
-        """Reduces all remaining blocks, with this mark and with zeros."""
+        """Reduces all remaining blocks and tables, with this mark and with zeros."""
         self._reductions.issue_all(mark)
         self._reductions.wait()
         while self._order.left:
             block = self._order.left[-1]
             self._begin(block, [_Share(i, p, mark, _zeros_like(p)) for i, p in self._order.trained[block]])
             self._reductions.wait()
+        self._tables.announce(mark)
+        self._tables.finish(self._reductions.hear, deliver=False)
 
     # ---- one block --------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class EngineWrapper:
             return self._wrapped.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **kwargs)
         accumulated = kwargs.get("accumulate_grad", True)
         for participant in awaiting if accumulated else ():
-            participant.backwards += 1
+            begin_backward(participant)
         try:
             with windows_of(awaiting):  # implemented in C: no interrupt arrives between entering and leaving
                 wanted = _Wanted(_roots(tensors), inputs, awaiting)
@@ -240,6 +240,14 @@ def reached_by(roots: Sequence[torch.Tensor]) -> list[BackwardParticipant]:
 def windows_of(participants: Sequence[BackwardParticipant]) -> _C.Windows:
     """The backward windows of these models."""
     return _C.Windows([participant.core for participant in participants], _C.PassKind.BACKWARD)
+
+
+def begin_backward(participant: BackwardParticipant) -> None:
+    """Counts a backward that may accumulate gradients, before its window opens."""
+    participant.backwards += 1
+    if not participant.core.gate.in_backward:
+        for table in participant.tables:
+            table.backward_begins()
 
 
 def holds(parameter: torch.Tensor) -> bool:

@@ -138,6 +138,35 @@ class Replicas:
         message = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._start(message, dist.ReduceOp.MAX, self._message_device)
 
+    def start_telling(self, values: Sequence[int]) -> Reduction:
+        """Starts to tell all ranks these numbers. The result has those of every rank, in the order of the ranks."""
+        message = torch.zeros((self.size, len(values)), dtype=torch.int64, device="cpu")
+        message[self.rank] = torch.tensor(values, dtype=torch.int64, device="cpu")
+        return self._start(message, dist.ReduceOp.SUM, self._message_device)
+
+    def start_exchange(self, data: Tensor, sizes: Sequence[int]) -> dict[int, Reduction]:
+        """Starts to send bytes to all ranks, and to receive theirs.
+
+        Args:
+            data: This rank's bytes, on the host.
+            sizes: Number of bytes of each rank, which all ranks know.
+
+        Returns:
+            By rank, those that have bytes. The result of each is these bytes.
+        """
+        of_each = [
+            data if rank == self.rank else torch.empty(size, dtype=torch.uint8, device="cpu")
+            for rank, size in enumerate(sizes)
+        ]
+        sent = [each.to(self._message_device) for each in of_each]
+        return {
+            rank: Reduction(
+                of_each[rank], sent[rank], dist.broadcast(sent[rank], group=self._group, group_src=rank, async_op=True)
+            )
+            for rank, size in enumerate(sizes)
+            if size > 0
+        }
+
     def _start(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, device: torch.device) -> Reduction:
         flat = _flat(tensor)
         sent = flat.to(device)
@@ -228,12 +257,20 @@ class Replicas:
 def describe(model: nn.Module, layout: Layout) -> list[str]:
     """Lines that have to be the same on every rank, one for each parameter and buffer."""
     lines = [
-        f"{'a trained' if parameter.requires_grad else 'a frozen'} parameter '{name}' of {_kind(parameter)}, in block "
-        f"{number} ('{block.name}')"
+        f"{_trained(parameter)} '{name}' of {_kind(parameter)}, in block {number} ('{block.name}')"
         for number, block in enumerate(layout.blocks)
         for name, parameter in block.parameters
     ]
+    lines += [
+        f"{_trained(table.weight)} '{table.name}' of {_kind(table.weight)}, a table with "
+        f"{'sparse' if table.sparse else 'dense'} gradients, of which rows move"
+        for table in layout.tables
+    ]
     return lines + [f"a buffer '{name}' of {_kind(buffer)}" for name, buffer in model.named_buffers()]
+
+
+def _trained(parameter: nn.Parameter) -> str:
+    return "a trained parameter" if parameter.requires_grad else "a frozen parameter"
 
 
 def _kind(tensor: Tensor) -> str:

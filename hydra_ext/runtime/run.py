@@ -219,7 +219,7 @@ class Run:
             raise StateError("the offload context of this model has ended")
         if not self._averages:
             raise StateError("run.step() averages gradients over the ranks: call it outside run.no_sync()")
-        averaging = Averaging(self.replicas, self.core, self.layout, place)
+        averaging = Averaging(self.replicas, self.core, self.layout, self.tables, place)
         try:
             with self.no_sync():
                 yield averaging

@@ -113,5 +113,6 @@ def report_on(tables: Sequence[TableRows]) -> TableReport | None:
         rows_moved_bytes=sum(table.moved_bytes for table in tables),
         rows_written_back_bytes=sum(table.moved_back_bytes for table in tables),
         gradients_moved_bytes=sum(table.gradient_bytes for table in tables),
+        gradients_averaged_bytes=sum(table.averaged_bytes for table in tables),
         stepped_by_rows=tuple(table.name for table in tables if table.steps is not None),
     )

@@ -42,6 +42,7 @@ class TableRows:
         gradient_bytes: Bytes of gradients of rows copied from device to host.
         steps: Steps of a native optimizer by rows; None if steps read a gradient of the whole table.
         moved_back_bytes: Bytes of rows that ``max_norm`` has changed, copied from device to host.
+        averaged_bytes: Bytes of gradients of rows, with the rows' numbers, that this rank has sent to others.
     """
 
     def __init__(self, table: Table, device: torch.device) -> None:
@@ -53,6 +54,7 @@ class TableRows:
         self.moved_bytes = 0
         self.gradient_bytes = 0
         self.moved_back_bytes = 0
+        self.averaged_bytes = 0
         self.steps: RowSteps | None = None
         self._form = _form(self.host)
         self._sums: _Sums | None = None
@@ -61,8 +63,7 @@ class TableRows:
     def open(self, optimizer: torch.optim.Optimizer | None) -> None:
         """The context begins, in which this optimizer makes the steps. :meth:`close` ends it."""
         host = self.host
-        if self.device.type == "cpu" and host.requires_grad:
-            self._sums = _Sums(host)
+        self._watch_sums()
         casts = self.dtype != host.dtype or self._table.gradient_dtype is not None
         sparse = any(module.sparse for module in self._table.modules)
         native = isinstance(optimizer, HostOptimizer) and optimizer.can_step_rows(host)
@@ -70,6 +71,26 @@ class TableRows:
             self.steps = RowSteps(host)
             by_rows.mark(host, self.steps.settle)
             watching.watch(host, self.steps.settle)
+
+    def _watch_sums(self) -> None:
+        if self._sums is None and self.host.requires_grad:
+            self._sums = _Sums(self.host)
+
+    def backward_begins(self) -> None:
+        if self._sums is not None:
+            self._sums.version = self.host._version
+
+    @property
+    def was_written(self) -> bool:
+        """Whether something other than this object has written to the table since a backward has begun."""
+        return self._sums is not None and self._sums.version != self.host._version
+
+    def take_arrived(self) -> bool:
+        """Whether a gradient has been added since the last call."""
+        arrived = self._sums is not None and self._sums.arrived
+        if self._sums is not None:
+            self._sums.arrived = False
+        return arrived
 
     def settle(self) -> None:
         """Brings all rows on the host up to date."""
@@ -190,6 +211,8 @@ class TableRows:
         return padding % len(self.host)
 
     def _taken(self, rows: Tensor, local: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
+        if torch.is_grad_enabled():
+            self._watch_sums()  # it may be trained since the context began
         with torch.no_grad():
             copied = self._copied(rows)
             # In a second call the first has written these rows. Of no indices there is one row, which is not looked up.
@@ -225,8 +248,11 @@ class TableRows:
 
     def write(self, rows: Tensor, numbers: Tensor) -> None:
         """Writes rows that are up to date."""
+        known = not self.was_written
         with torch._C.DisableTorchFunctionSubclass():
             self.host.index_copy_(0, rows, numbers)
+        if known:
+            self.backward_begins()  # so that this write does not count as one of others
 
     def _renormalise(self, rows: Tensor, local: Tensor, copied: Tensor, max_norm: float, norm_type: float) -> None:
         """Does to the rows, here and on the host, what torch does with ``max_norm`` before it looks them up."""
@@ -284,7 +310,8 @@ class TableRows:
 
     def _on_host(self, values: Tensor) -> Tensor:
         """A copy with the same layout: torch adds sparse tensors in another order if their values have gaps."""
-        leaving = values if self._table.gradient_dtype is None else values.to(self._table.gradient_dtype)
+        dtype = self._table.gradient_dtype
+        leaving = values if dtype is None else values.to(dtype)
         self.gradient_bytes += leaving.nbytes
         with _C.Uncharged():
             layout = replace(Layout.of(leaving), dtype=self.host.dtype)
@@ -343,14 +370,20 @@ class _Sums:
     """Sums of a parameter's gradients, which autograd makes on the host: the simulated device is not charged for them.
 
     Its memory is host memory, too, so that it cannot tell them apart.
+
+    Attributes:
+        arrived: Whether there was one.
+        version: Version of the parameter when the latest backward began.
     """
 
     def __init__(self, host: nn.Parameter) -> None:
+        self.arrived = False
+        self.version = host._version
         with torch.enable_grad():
             view: Any = host.view_as(host)
         self._node = view.grad_fn.next_functions[0][0]  # kept, because the parameter does not keep it
         self._uncharged = threading.local()
-        self._handles = [self._node.register_prehook(self._begin), self._node.register_hook(self.end)]
+        self._handles = [self._node.register_prehook(self._begin), self._node.register_hook(self._sum_ended)]
 
     def close(self) -> None:
         self.end()
@@ -363,7 +396,11 @@ class _Sums:
         inside.__enter__()
         self._uncharged.inside = inside
 
-    def end(self, *_: object) -> None:
+    def _sum_ended(self, *_: object) -> None:
+        self.end()
+        self.arrived = True
+
+    def end(self) -> None:
         """A sum of this thread has ended, or raised."""
         inside = self._uncharged.__dict__.pop("inside", None)
         if inside is not None:

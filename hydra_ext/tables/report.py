@@ -15,6 +15,8 @@ class TableReport:
         rows_moved_bytes: Rows copied from host to device.
         rows_written_back_bytes: Rows that ``max_norm`` has changed, copied from device to host.
         gradients_moved_bytes: Gradients of rows copied from device to host.
+        gradients_averaged_bytes: Gradients of rows that this rank has sent to the others, to be averaged. Each row is
+            sent once, with its number of 8 bytes.
         stepped_by_rows: Names of those whose steps change the rows with a gradient alone, and of which others catch up.
     """
 
@@ -23,6 +25,7 @@ class TableReport:
     rows_moved_bytes: int
     rows_written_back_bytes: int
     gradients_moved_bytes: int
+    gradients_averaged_bytes: int
     stepped_by_rows: tuple[str, ...]
 
     def __str__(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,12 +223,3 @@ def test_embeddings_that_share_a_weight_are_one_table() -> None:
     expected, found = plain.pair[0].weight.grad, ours.pair[0].weight.grad
     assert found._indices().equal(expected._indices())
     assert bits(found._values()).equal(bits(expected._values()))
-
-
-def test_ranks_that_meet_after_the_tables_were_chosen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = hydra_ext.offload(Recommender(sparse=True), budget=BUDGET, device="simulated")
-    monkeypatch.setattr(sys.modules["hydra_ext.offload"], "choose_group", lambda _: object())
-    with pytest.raises(StateError, match=r"'one\.weight' move by themselves"), context:
-        pass
-    with pytest.raises(BudgetTooSmall, match="'one'"):
-        hydra_ext.offload(Recommender(sparse=True), budget=BUDGET, device="simulated")

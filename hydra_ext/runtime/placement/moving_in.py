@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from hydra_ext import _C
-from hydra_ext.blocks import Block
+from hydra_ext.blocks import Block, Layout
 from hydra_ext.construction import check_fillable, fill, give_back_freed, in_groups, was_materialized
 from hydra_ext.errors import InvalidOptimizer, UnsupportedModel
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.replicas import Replicas
+
+_SENT_BYTES = 2**26  # of a table are sent to the other ranks at a time: the host holds them twice
 
 
 def why_not_fillable(model: nn.Module, parameter: torch.Tensor) -> str:
@@ -60,11 +62,13 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
 def move_in(
     core: _C.PagedModel,
     model: nn.Module,
-    blocks: Sequence[Block],
+    layout: Layout,
     replicas: Replicas | None,
     spilling: Spilling | None,
 ) -> None:
     """Adds all blocks with their numbers to the core, in order; with several ranks, with rank 0's numbers.
+
+    Tables get rank 0's numbers, too, and are otherwise left where they are.
 
     Weights that belong on the disk are moved there before the next block is added.
 
@@ -73,6 +77,7 @@ def move_in(
             numbers and keep them; the others stay on meta.
         RankFailed: another rank has failed.
     """
+    blocks = layout.blocks
     groups = _groups(model, blocks, None if spilling is None else spilling.room_to_move_in)
     lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lacking and not blocks:
@@ -87,6 +92,9 @@ def move_in(
             spilling.block_added(index)
         if groups:
             give_back_freed()
+    for table in layout.tables if replicas is not None else ():
+        rows = max(1, _SENT_BYTES * len(table.weight) // table.weight.nbytes)
+        replicas.follow_first(table.weight.detach().split(rows))
 
 
 def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list[list[str]]:

@@ -68,7 +68,7 @@ class Report:
         retries: Number of rounds that ``run.step`` undid and ran again. They ran out of device memory, or showed state
             that it has to watch or blocks that it must not recompute. ``fn`` was called again for their microbatches.
         ranks: Number of ranks that train copies of the model together.
-        reduced_bytes: Bytes of gradients that this rank has averaged with the others.
+        reduced_bytes: Bytes of gradients that this rank has averaged with the others, without those of tables.
         waited_for_ranks_seconds: Time that this rank waited for the others, without the waits of a GPU's streams.
         data: Waits for data.
         tables: Report on weights of which rows move; None if there are none.

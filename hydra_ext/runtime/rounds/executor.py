@@ -275,7 +275,7 @@ class Round(Generic[Result]):
                 "loop in place of run.step, or offload that model with process_group=False"
             )
         note_leaves(graphs.other_leaves())
-        self._owner.backwards += 1
+        engine.begin_backward(self._owner)
         graphs.plan(self._stays)
         try:
             with replaced_functions(), engine.windows_of([self._owner, *graphs.others]):
