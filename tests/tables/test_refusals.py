@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext.errors import BudgetTooSmall, ModelChanged, StateError, UnsupportedModel
+from hydra_ext.errors import BudgetTooSmall, ModelChanged, UnsupportedModel
 from hydra_ext.optim import AdamW
 from support.tables import BUDGET, ROWS, WIDTH, Recommender, batches, bits
 
