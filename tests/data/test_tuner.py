@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.nodes import IterableWrapper
 
 from hydra_ext import data
+from hydra_ext.data import beginnings
 from hydra_ext.data.tuning import tuner
 from hydra_ext.errors import InvalidArgument, MemoryLimitTooSmall, StateError
 from support.data import functions, outside
@@ -79,12 +80,13 @@ def test_an_iteration_is_tuned_whose_loader_nothing_else_holds() -> None:
     iterator = iter(data.tuned(waiting(0.01), memory="16GiB"))
     gc.collect()
     end = time.monotonic() + 120
-    stages = {each.name: each for each in data.loader._found(iterator._root) if isinstance(each, data.Map)}  # type: ignore[attr-defined]
+    nodes = beginnings.nodes_of(iterator._root)  # type: ignore[attr-defined]
+    stages = {each.name: each for each in nodes if isinstance(each, data.Map)}
     while stages["waits"].workers == 1:
         next(iterator)
         assert time.monotonic() < end
     threads = [each for each in threading.enumerate() if each.name == "hydra_ext tuner"]
-    del iterator, stages
+    del iterator, nodes, stages
     gc.collect()
     for thread in threads:
         thread.join(60)
