@@ -357,7 +357,7 @@ class _Tables:
             data = packed([self._shares[index] for index in follow])
             self._sent = self._replicas.start_exchange(data, [sum(of_rank) for of_rank in sizes])
             for table, size in zip(tables, sizes[self._replicas.rank], strict=True):
-                table.averaged_bytes += size
+                table.moved.averaged += size
         received = {rank: self._replicas.wait(sent) for rank, sent in self._sent.items()}
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         return [unpacked(received.get(rank, nothing), tables, of_rank) for rank, of_rank in enumerate(heads)]

@@ -110,9 +110,9 @@ def report_on(tables: Sequence[TableRows]) -> TableReport | None:
     return TableReport(
         names=tuple(table.name for table in tables),
         nbytes=sum(table.host.nbytes for table in tables),
-        rows_moved_bytes=sum(table.moved_bytes for table in tables),
-        rows_written_back_bytes=sum(table.moved_back_bytes for table in tables),
-        gradients_moved_bytes=sum(table.gradient_bytes for table in tables),
-        gradients_averaged_bytes=sum(table.averaged_bytes for table in tables),
+        rows_moved_bytes=sum(table.moved.rows for table in tables),
+        rows_written_back_bytes=sum(table.moved.written_back for table in tables),
+        gradients_moved_bytes=sum(table.moved.gradients for table in tables),
+        gradients_averaged_bytes=sum(table.moved.averaged for table in tables),
         stepped_by_rows=tuple(table.name for table in tables if table.steps is not None),
     )

@@ -30,6 +30,20 @@ from hydra_ext.tables import watching
 from hydra_ext.tables.row_steps import RowSteps
 
 
+class MovedBytes:
+    """Bytes moved for one table.
+
+    Attributes:
+        rows: From host to device.
+        written_back: Of rows that ``max_norm`` has changed, from device to host.
+        gradients: Of rows, from device to host.
+        averaged: Of gradients of rows, with the rows' numbers, from this rank to others.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.written_back = self.gradients = self.averaged = 0
+
+
 class TableRows:
     """One table inside its context.
 
@@ -38,11 +52,8 @@ class TableRows:
         host: The weight, whose rows stay on the host.
         device: Device on which rows are looked up.
         dtype: Dtype of rows on the device.
-        moved_bytes: Bytes of rows copied from host to device.
-        gradient_bytes: Bytes of gradients of rows copied from device to host.
+        moved: Bytes that were moved.
         steps: Steps of a native optimizer by rows; None if steps read a gradient of the whole table.
-        moved_back_bytes: Bytes of rows that ``max_norm`` has changed, copied from device to host.
-        averaged_bytes: Bytes of gradients of rows, with the rows' numbers, that this rank has sent to others.
     """
 
     def __init__(self, table: Table, device: torch.device) -> None:
@@ -51,10 +62,7 @@ class TableRows:
         self.host = table.weight
         self.device = device
         self.dtype = self.host.dtype if table.dtype is None else table.dtype
-        self.moved_bytes = 0
-        self.gradient_bytes = 0
-        self.moved_back_bytes = 0
-        self.averaged_bytes = 0
+        self.moved = MovedBytes()
         self.steps: RowSteps | None = None
         self._form = _form(self.host)
         self._sums: _Sums | None = None
@@ -238,7 +246,7 @@ class TableRows:
             taken = torch.empty((len(rows), *host.shape[1:]), dtype=host.dtype, device="cpu", pin_memory=True)
             torch.index_select(host, 0, rows, out=taken)
             taken = taken.to(self.dtype).to(self.device, non_blocking=True)
-        self.moved_bytes += taken.nbytes
+        self.moved.rows += taken.nbytes
         return taken
 
     def _numbers(self) -> Tensor:
@@ -267,7 +275,7 @@ class TableRows:
         written = copied[changed]
         if not len(written):
             return
-        self.moved_back_bytes += written.nbytes
+        self.moved.written_back += written.nbytes
         log = self._log()
         with _C.Uncharged():
             places = rows[changed.to("cpu")]
@@ -312,7 +320,7 @@ class TableRows:
         """A copy with the same layout: torch adds sparse tensors in another order if their values have gaps."""
         dtype = self._table.gradient_dtype
         leaving = values if dtype is None else values.to(dtype)
-        self.gradient_bytes += leaving.nbytes
+        self.moved.gradients += leaving.nbytes
         with _C.Uncharged():
             layout = replace(Layout.of(leaving), dtype=self.host.dtype)
             return layout.copy(leaving, torch.device("cpu"))
