@@ -92,9 +92,10 @@ def move_in(
             spilling.block_added(index)
         if groups:
             give_back_freed()
-    for table in layout.tables if replicas is not None else ():
-        rows = max(1, _SENT_BYTES * len(table.weight) // table.weight.nbytes)
-        replicas.follow_first(table.weight.detach().split(rows))
+    if replicas is not None:
+        for table in layout.tables:
+            rows = max(1, _SENT_BYTES * len(table.weight) // table.weight.nbytes)
+            replicas.follow_first(torch.split(table.weight.detach(), rows))
 
 
 def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list[list[str]]:
