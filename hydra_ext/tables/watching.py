@@ -57,6 +57,8 @@ _REPLACED = Tensor.data.__set__  # type: ignore[attr-defined]
 class _Watched(Tensor):
     """What a watched tensor is meanwhile."""
 
+    stands_for: type[Tensor] = Tensor  # in checkpoints
+
     @classmethod
     def __torch_function__(
         cls,
@@ -93,6 +95,8 @@ class _Watched(Tensor):
 
 class _WatchedParameter(_Watched, nn.Parameter):
     """The same of a parameter."""
+
+    stands_for = nn.Parameter
 
 
 def watch(tensor: Tensor, settle: Settle) -> None:

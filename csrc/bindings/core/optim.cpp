@@ -1,8 +1,12 @@
+#include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "csrc/base/errors.h"
 #include "csrc/bindings/bindings.h"
+#include "csrc/io/row_file.h"
 #include "csrc/optim/norm.h"
 #include "csrc/optim/row_steps.h"
 #include "csrc/pytorch/parameters/tensor_plan.h"
@@ -59,6 +63,49 @@ Rows rows_of(const Step& step, const std::vector<at::Tensor>& tensors, const at:
           numbers_of<std::int32_t>(made)};
 }
 
+/// The bytes of rows in the host's memory, one row behind the other.
+std::byte* bytes_of(const RowFile& file, const at::Tensor& rows, const at::Tensor& memory) {
+  HYDRA_EXPECT(memory.device().is_cpu() && memory.is_contiguous() &&
+                   static_cast<Bytes>(memory.nbytes()) == rows.numel() * file.row_bytes(),
+               StateError, "memory for rows of a file has another size or layout");
+  return static_cast<std::byte*>(memory.data_ptr());
+}
+
+void bind_row_file(py::module_& module) {
+  module.attr("ROW_NOTES_BYTES") = RowFile::kNotesBytes;
+  py::class_<RowFile>(module, "RowFile", "Rows of a tensor, all zeros at first, at home in a file without a name.")
+      .def(py::init([](std::string folder, std::int64_t rows, Bytes row_bytes,
+                       const std::shared_ptr<FileOperations>& files) {
+             return std::make_unique<RowFile>(std::move(folder), rows, row_bytes, files ? *files : system_files());
+           }),
+           py::arg("folder"), py::arg("rows"), py::arg("row_bytes"), py::arg("files") = nullptr, py::keep_alive<1, 5>(),
+           Released())
+      .def(
+          "read",
+          [](RowFile& file, const at::Tensor& rows, const at::Tensor& to) {
+            file.read(numbers_of<const std::int64_t>(rows), bytes_of(file, rows, to));
+          },
+          py::arg("rows"), py::arg("to"), Released(), "Reads the rows with these numbers.")
+      .def(
+          "write",
+          [](RowFile& file, const at::Tensor& rows, const at::Tensor& values) {
+            file.write(numbers_of<const std::int64_t>(rows), bytes_of(file, rows, values));
+          },
+          py::arg("rows"), py::arg("values"), Released(), "Writes the rows with these numbers, each named once.")
+      .def(
+          "blank",
+          [](const RowFile& file, const at::Tensor& rows) {
+            at::Tensor blank = at::empty(rows.sizes(), at::TensorOptions().dtype(at::kBool).device(at::kCPU));
+            const auto numbers = numbers_of<const std::int64_t>(rows);
+            std::transform(numbers.begin(), numbers.end(), blank.data_ptr<bool>(),
+                           [&](std::int64_t row) { return file.is_blank(row); });
+            return blank;
+          },
+          py::arg("rows"), Released(), "Which of the rows have had no write, and so are zeros still.")
+      .def_property_readonly("bytes_read", &RowFile::bytes_read)
+      .def_property_readonly("bytes_written", &RowFile::bytes_written);
+}
+
 void bind_rows(py::module_& module) {
   module.def(
       "catch_up_rows",
@@ -102,6 +149,7 @@ void bind_optim(py::module_& module) {
       .def(py::init<int>(), py::arg("threads"))
       .def_property_readonly("threads", &ThreadPool::threads);
   bind_steps(module);
+  bind_row_file(module);
   bind_rows(module);
   py::class_<TensorPlan>(module, "TensorPlan", "The updates of one optimizer step.")
       .def(py::init([](std::optional<InstructionSet> instructions) {
