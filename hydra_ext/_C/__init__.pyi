@@ -598,6 +598,28 @@ class SgdStep:
         first: bool,
     ) -> None: ...
 
+class TensorPlan:
+    """
+    The updates of one optimizer step.
+    """
+    def __init__(self, instructions: InstructionSet | None = None) -> None: ...
+    def add(
+        self,
+        step: AdamStep | SgdStep,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        *,
+        master: torch.Tensor | None = None,
+        first_moment: torch.Tensor | None = None,
+        second_moment: torch.Tensor | None = None,
+        seed: typing.SupportsInt | typing.SupportsIndex = 0,
+        new_weights: torch.Tensor | None = None,
+    ) -> None: ...
+    def run(self, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
+        """
+        Runs the updates on the host.
+        """
+
 class RowFile:
     """
     Rows of a tensor, all zeros at first, at home in a file without a name.
@@ -625,28 +647,6 @@ class RowFile:
     def bytes_read(self) -> int: ...
     @property
     def bytes_written(self) -> int: ...
-
-class TensorPlan:
-    """
-    The updates of one optimizer step.
-    """
-    def __init__(self, instructions: InstructionSet | None = None) -> None: ...
-    def add(
-        self,
-        step: AdamStep | SgdStep,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        *,
-        master: torch.Tensor | None = None,
-        first_moment: torch.Tensor | None = None,
-        second_moment: torch.Tensor | None = None,
-        seed: typing.SupportsInt | typing.SupportsIndex = 0,
-        new_weights: torch.Tensor | None = None,
-    ) -> None: ...
-    def run(self, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
-        """
-        Runs the updates on the host.
-        """
 
 class SharedBlock:
     """

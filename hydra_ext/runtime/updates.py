@@ -66,7 +66,6 @@ class Updates:
         }
         self._tables: dict[Tensor, RowSteps | None] = {table.host: table.steps for table in owner.tables}
         self._rows: list[Tensor] = []  # parameters with a gradient by rows, of the step being prepared
-        self._stepping: RowSteps | None = None  # of the table whose state is completed
         self._parts: list[list[int]] = []  # blocks of each part of the step being prepared
         self._outside_overlaps = False  # whether parameters outside the model overlap with its blocks
         self._scale = 1.0  # factor for the gradients of the model's own parameters
@@ -175,8 +174,9 @@ class Updates:
         return together
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
-        if self._stepping is not None:
-            return self._stepping.new_moment()
+        steps = self._tables.get(parameter)
+        if steps is not None and any(stepped is parameter for stepped in self._rows):
+            return steps.new_moment()
         if self._spilling is not None:
             return self._spilling.new_state(parameter, dtype, copies=copies)
         return parameter.to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
@@ -209,12 +209,7 @@ class Updates:
             if self._scale != 1.0:
                 _C.scale_gradient(values, self._scale)
             if (steps := self._tables[parameter]) is not None:
-                self._stepping = steps
-                try:
-                    step = optimizer.row_step(parameter)
-                finally:
-                    self._stepping = None
-                steps.step(step, numbers, values, optimizer.pool)
+                steps.step(optimizer.row_step(parameter), numbers, values, optimizer.pool)
         increment_version(self._rows)
         self._rows = []
         self.homes.end_step()

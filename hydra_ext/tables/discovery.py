@@ -131,9 +131,9 @@ def report_on(tables: Sequence[TableRows]) -> TableReport | None:
     """The report on these tables; None if there are none."""
     if not tables:
         return None
-    from hydra_ext.tables.report import TableReport
+    from hydra_ext.tables.report import DiskReport, TableReport
 
-    homes = [table.disk for table in tables if table.disk is not None]
+    homes = [table.disk.report() for table in tables if table.disk is not None]
     return TableReport(
         names=tuple(table.name for table in tables),
         nbytes=sum(table.host.nbytes for table in tables),
@@ -142,7 +142,9 @@ def report_on(tables: Sequence[TableRows]) -> TableReport | None:
         gradients_moved_bytes=sum(table.moved.gradients for table in tables),
         gradients_averaged_bytes=sum(table.moved.averaged for table in tables),
         stepped_by_rows=tuple(table.name for table in tables if table.steps is not None),
-        disk_bytes=sum(home.nbytes for home in homes),
-        disk_read_bytes=sum(home.bytes_read for home in homes),
-        disk_written_bytes=sum(home.bytes_written for home in homes),
+        disk=DiskReport(
+            nbytes=sum(home.nbytes for home in homes),
+            read_bytes=sum(home.read_bytes for home in homes),
+            written_bytes=sum(home.written_bytes for home in homes),
+        ),
     )

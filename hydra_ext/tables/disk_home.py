@@ -20,6 +20,7 @@ from torch import Tensor
 from hydra_ext import _C
 from hydra_ext.errors import SpillError
 from hydra_ext.tables import watching
+from hydra_ext.tables.report import DiskReport
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +67,13 @@ class DiskHome:
         self._lock = threading.RLock()
         self._warned = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are here and not on the host."""
-        return sum(self._rows * self._row_bytes for place in self._places if place.is_away)
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(place.file.bytes_read for place in self._places)
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(place.file.bytes_written for place in self._places)
+    def report(self) -> DiskReport:
+        away = sum(place.is_away for place in self._places)
+        return DiskReport(
+            nbytes=away * self._rows * self._row_bytes,
+            read_bytes=sum(place.file.bytes_read for place in self._places),
+            written_bytes=sum(place.file.bytes_written for place in self._places),
+        )
 
     def chunks(self) -> Iterator[Tensor]:
         """The numbers of all rows, in order, as many at a time as move together."""

@@ -27,8 +27,8 @@ TABLE = ROWS * WIDTH * 4
 WHOLE = TABLES * 3 * TABLE  # with two moments
 HOST_BUDGET = WHOLE // 12
 DEVICE_BUDGET = 2**22  # the device's memory is host memory, too
-# A table is filled as a whole. Copies of the tensor that is hashed, graphs, small pieces.
-ROOM = HOST_BUDGET + DEVICE_BUDGET + 2 * TABLE + 10 * 2**20
+MOST = HOST_BUDGET + DEVICE_BUDGET + TABLE  # a table is filled as a whole
+ROOM = MOST + TABLE + 10 * 2**20  # of address space: copies of the tensor that is hashed, stacks, small pieces
 THREADS = 8  # threads of the run and of autograd
 _STACK = 2**20  # bytes of a thread's stack, which count fully as address space
 
@@ -149,7 +149,7 @@ def _from_disk(folder: Path, tables: int, rows: int, steps: int) -> Outcome:
     homes: list[Any] = [table.disk for table in run.tables]
     sums = _sums(model, optimizer, lambda number, tensor: homes[number].copy(tensor))
     report: Any = run.report().tables
-    return Outcome(losses, sums, 0, report.disk_bytes, sum(home.whole_reads for home in homes))
+    return Outcome(losses, sums, 0, report.disk.nbytes, sum(home.whole_reads for home in homes))
 
 
 _open: list[Any] = []

@@ -73,17 +73,17 @@ def test_what_moves_is_counted_and_is_the_rows(kind: Any, tmp_path: Path) -> Non
     with offloaded(model, optimizer, tmp_path) as run:
         before = run.report().tables
         assert before is not None
-        assert before.disk_written_bytes == before.disk_bytes == 2 * TABLE
-        assert before.disk_read_bytes == 0
+        assert before.disk.written_bytes == before.disk.nbytes == 2 * TABLE
+        assert before.disk.read_bytes == 0
         for batch in given:
             step(model, optimizer, batch)
         after = run.report().tables
         assert after is not None
         rows = rows_of(given, unique=True)
         behind = 0 if kind is SGD else caught_up(given, decays=kind is AdamW)
-        assert after.disk_read_bytes == (rows + tensors * (rows + behind)) * ROW
-        assert after.disk_written_bytes - before.disk_written_bytes == tensors * (rows + behind) * ROW
-        assert after.disk_bytes == 2 * tensors * TABLE
+        assert after.disk.read_bytes == (rows + tensors * (rows + behind)) * ROW
+        assert after.disk.written_bytes - before.disk.written_bytes == tensors * (rows + behind) * ROW
+        assert after.disk.nbytes == 2 * tensors * TABLE
         assert [home.whole_reads for home in homes(run)] == [0, 0]
         assert f"{2 * tensors * TABLE / 2**20:.1f} MiB on the disk" in str(run.report())
     assert not list(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def test_rows_at_rest_do_not_move_when_all_catch_up(tmp_path: Path) -> None:
         assert after is not None
         assert [table.steps.caught_up for table in run.tables] == [1, 1]  # type: ignore[union-attr]
     met = sum(len({row for batch in given for row in batch[name].tolist()}) for name in ("one", "indices"))
-    assert after.disk_written_bytes - before.disk_written_bytes <= (met + rows_of(given[-1:], unique=True)) * 3 * ROW
+    assert after.disk.written_bytes - before.disk.written_bytes <= (met + rows_of(given[-1:], unique=True)) * 3 * ROW
     assert met < ROWS // 4
 
 
@@ -114,7 +114,7 @@ def test_the_process_holds_what_the_budgets_say(tmp_path: Path) -> None:
     assert len(set(plain.losses)) == larger_tables.STEPS
     assert seen.on_disk == larger_tables.WHOLE >= 10 * larger_tables.HOST_BUDGET
     assert seen.whole_reads == 0
-    assert seen.peak <= larger_tables.ROOM
+    assert seen.peak <= larger_tables.MOST
 
 
 def test_the_largest_tables_leave_first_and_no_more_than_must() -> None:
@@ -133,7 +133,7 @@ def test_tables_stay_on_the_host_where_there_is_room(tmp_path: Path) -> None:
         assert homes(run) == [None, None]
         report = run.report().tables
         assert report is not None
-        assert report.disk_bytes == 0
+        assert report.disk.nbytes == 0
         assert report.stepped_by_rows == report.names
 
 
@@ -153,7 +153,7 @@ def test_a_model_is_evaluated_by_rows_without_an_optimizer(tmp_path: Path) -> No
     (batch,) = batches(1)
     with torch.no_grad(), offloaded(model, None, tmp_path) as run:
         assert model(batch).equal(plain(batch))
-        assert run.report().tables.disk_read_bytes == rows_of([batch], unique=True) * ROW  # type: ignore[union-attr]
+        assert run.report().tables.disk.read_bytes == rows_of([batch], unique=True) * ROW  # type: ignore[union-attr]
         assert model.one.weight[3:5].equal(plain.one.weight[3:5])
         assert [home.whole_reads for home in homes(run)] == [1, 0]
     assert type(model.one.weight) is nn.Parameter
@@ -198,7 +198,7 @@ def test_moments_from_before_go_there_and_come_back(tmp_path: Path) -> None:
         with offloaded(model, optimizers[1], tmp_path) as run:
             for batch in part:
                 step(model, optimizers[1], batch)
-            assert run.report().tables.disk_bytes == 6 * TABLE  # type: ignore[union-attr]
+            assert run.report().tables.disk.nbytes == 6 * TABLE  # type: ignore[union-attr]
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert bits(one.detach()).equal(bits(other.detach()))
         for name, value in optimizers[0].state[other].items():
@@ -215,7 +215,7 @@ def test_state_that_is_loaded_inside_goes_there_with_the_next_step(tmp_path: Pat
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
         for batch in batches(3):
             assert step(model, optimizers[1], batch).equal(step(plain, optimizers[0], batch))
-        assert run.report().tables.disk_bytes == 6 * TABLE  # type: ignore[union-attr]
+        assert run.report().tables.disk.nbytes == 6 * TABLE  # type: ignore[union-attr]
 
 
 def test_checkpoints_are_written_and_read_without_bringing_tables_home(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_checkpoints_are_written_and_read_without_bringing_tables_home(tmp_path:
             reads = [home.whole_reads for home in homes(run)]
             run.save(tmp_path / "saved")
             assert [home.whole_reads for home in homes(run)] == reads
-            assert run.report().tables.disk_bytes == 6 * TABLE  # type: ignore[union-attr]
+            assert run.report().tables.disk.nbytes == 6 * TABLE  # type: ignore[union-attr]
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def expect_bits_and_bytes(jobs: dict[str, TableJob], folder: Path, ranks: int = 
             assert report["rows_moved_bytes"] > 0
             assert report["peak"] <= BUDGET
             assert report["gradients_averaged_bytes"] == sent_rows(job, rank, ranks) * ROW_BYTES, name
-            assert (report["disk_bytes"] > 0) == job.spills
+            assert (report["disk"]["nbytes"] > 0) == job.spills
             assert len(report["stepped_by_rows"]) == (tables if "our" in job.optimizer else 0)
 
 

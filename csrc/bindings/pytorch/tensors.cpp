@@ -6,7 +6,7 @@
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/graph_marks.h"
 #include "csrc/pytorch/model/paged_model.h"
-#include "csrc/pytorch/parameters/bare_tensor.h"
+#include "csrc/pytorch/memory/bare_tensor.h"
 #include "csrc/pytorch/parameters/face_writes.h"
 #include "csrc/pytorch/parameters/fault_key.h"
 #include "csrc/pytorch/parameters/withheld.h"

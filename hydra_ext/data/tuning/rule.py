@@ -71,6 +71,20 @@ class _Noise:
         return 1.48 * statistics.median(self._deviations) if self._deviations else 0.0
 
 
+class _Pause:
+    """Intervals in which something is not tried again, twice as many each time."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._next = 1
+
+    def pass_one(self) -> None:
+        self.left = max(0, self.left - 1)
+
+    def begin(self) -> None:
+        self.left, self._next = self._next, min(_LONGEST, 2 * self._next)
+
+
 @dataclass(frozen=True)
 class _Trial:
     """A change whose effect is not known yet."""
@@ -94,10 +108,7 @@ class Rule:
     def _begin(self) -> None:
         """Nothing is known of what helps."""
         self._step = _MOST  # times the rate that the next change is for
-        self._rest = 0  # intervals in which no worker is taken
-        self._next_rest = 1
-        self._wait = 0  # intervals in which none is added
-        self._next_wait = 1
+        self._rest, self._wait = _Pause(), _Pause()  # of taking workers, and of adding them
         self._waits = False  # between steps, too: all were tried
         self._least: list[float] = []  # service of each stage when its workers took least from each other
 
@@ -160,12 +171,13 @@ class Rule:
         return gain >= (error if trial.is_more else -error)
 
     def _next(self, view: View, workers: tuple[int, ...]) -> tuple[int, ...]:
-        self._rest, self._wait = max(0, self._rest - 1), max(0, self._wait - 1)
-        if self._means.starved > STARVED and not self._wait:
+        self._rest.pass_one()
+        self._wait.pass_one()
+        if self._means.starved > STARVED and not self._wait.left:
             changed = _raised(view, workers, self._means, self._step)
             if changed == workers:
                 self._learn(False, is_more=True)
-        elif not self._rest:
+        elif not self._rest.left:
             changed = _lowered(workers, self._means.rate, self._least, _SPARE + self._rates.deviation)
         else:
             return workers
@@ -175,17 +187,17 @@ class Rule:
 
     def _learn(self, good: bool, is_more: bool) -> None:
         if is_more and good:
-            self._step, self._wait, self._next_wait, self._waits = min(_MOST, 1 + 2 * (self._step - 1)), 0, 1, False
+            self._step, self._wait, self._waits = min(_MOST, 1 + 2 * (self._step - 1)), _Pause(), False
         elif is_more:
             self._step = 1 + (self._step - 1) / 2
             if self._step < max(_LEAST, 1 + 2 * self._rates.deviation):
                 self._step, self._waits = _MOST, True
             if self._waits:
-                self._wait, self._next_wait = self._next_wait, min(_LONGEST, 2 * self._next_wait)
+                self._wait.begin()
         elif good:
-            self._rest, self._next_rest = 0, 1
+            self._rest = _Pause()
         else:
-            self._rest, self._next_rest = self._next_rest, min(_LONGEST, 2 * self._next_rest)
+            self._rest.begin()
 
 
 def _fits(view: View, workers: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-#include "csrc/pytorch/parameters/bare_tensor.h"
+#include "csrc/pytorch/memory/bare_tensor.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
