@@ -209,6 +209,12 @@ class DiskHome:
             else:
                 place.file.read(rows, to)
 
+    def rows(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """A copy of rows, wherever they are."""
+        copy = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+        self.take(tensor, rows, copy)
+        return copy
+
     def put(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
         """Writes rows, each named once, where they are."""
         with self._inside():

@@ -252,20 +252,21 @@ class TableRows:
                     f"parameters changed inside the offload context: '{self.name}' has {now}, had {self._form}. Leave "
                     "the context, change them, and enter it again"
                 )
-        if self.steps is not None:
-            self.steps.catch_up(rows)
         taken = self._at_home(rows, pinned=self.device.type != "cpu").to(self.dtype)
         taken = taken.to(self.device, non_blocking=True)
         self.moved.rows += taken.nbytes
         return taken
 
     def _at_home(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
-        """A copy of the rows as they are at home: they may have missed steps."""
+        """A copy of the rows, up to date."""
         host = self._numbers()
         taken = torch.empty((len(rows), *host.shape[1:]), dtype=host.dtype, device="cpu", pin_memory=pinned)
-        if self.disk is None:
-            return torch.index_select(host, 0, rows, out=taken)
-        self.disk.take(self.host, rows, taken)
+        if self.steps is not None:
+            self.steps.take(rows, taken)
+        elif self.disk is not None:
+            self.disk.take(self.host, rows, taken)
+        else:
+            torch.index_select(host, 0, rows, out=taken)
         return taken
 
     def _numbers(self) -> Tensor:
@@ -301,6 +302,8 @@ class TableRows:
         log = self._log()
         with _C.Uncharged():
             places = rows[changed.to("cpu")]
+            if self.steps is not None:
+                self.steps.catch_up(places)
             if log is not None:
                 log.add(places, self._at_home(places))
             self.write(places, written.to("cpu"))

@@ -54,12 +54,12 @@ class RowSteps:
         with self._inside():
             if not _are_same(tensors, self._tensors):
                 self.settle()
-            self.catch_up(rows)
-            if not step.resting or step.moments:  # else no other row changes
-                self._pool = pool
-                self._use(tensors)
-                self._missed = self._missed.and_then(step)
             with self._on_host(tensors, rows) as (there, places, made):
+                self._make_missed(there, places, made)
+                if not step.resting or step.moments:  # else no other row changes
+                    self._pool = pool
+                    self._use(tensors)
+                    self._missed = self._missed.and_then(step)
                 _C.step_rows(there, places, made, step.scalars, values.contiguous(), self._missed.end, pool)
             if len(self._missed.steps) == _MOST_BEHIND or not all(map(watching.is_alone, self._tensors)):
                 self.settle()
@@ -74,11 +74,32 @@ class RowSteps:
     def catch_up(self, rows: Tensor) -> None:
         """Brings rows, each named once, up to date."""
         with self._inside():
-            if self._missed.steps and self._pool is not None:
-                first, steps = self._missed.first, list(self._missed.steps)
+            if self._missed.steps:
                 rows = rows if self._disk is None else self._due(self._disk, rows)
                 with self._on_host(self._tensors, rows) as (there, places, made):
-                    _C.catch_up_rows(there, places, made, first, steps, self._pool)
+                    self._make_missed(there, places, made)
+
+    def take(self, rows: Tensor, to: Tensor) -> None:
+        """Copies rows of the table, each named once, as they are when they are up to date.
+
+        On the disk they stay as they were: a row that is stepped afterwards would be written twice.
+        """
+        with self._inside():
+            if self._disk is None:
+                self.catch_up(rows)
+                torch.index_select(self._weight.detach(), 0, rows, out=to)
+                return
+            self._disk.take(self._weight, rows, to)
+            due = torch.isin(rows, self._due(self._disk, rows), assume_unique=True) if self._missed.steps else None
+            if due is None or not bool(due.any()):
+                return
+            there = [to[due], *(self._disk.rows(moment, rows[due]) for moment in self._tensors[1:])]
+            self._make_missed(there, torch.arange(len(there[0]), device="cpu"), self._made[rows[due]])
+            to[due] = there[0]
+
+    def _make_missed(self, there: list[Tensor], places: Tensor, made: Tensor) -> None:
+        if self._missed.steps and self._pool is not None:
+            _C.catch_up_rows(there, places, made, self._missed.first, list(self._missed.steps), self._pool)
 
     def _due(self, disk: DiskHome, rows: Tensor) -> Tensor:
         """Those of the rows that have missed a step which changes them: only these are read and written."""
@@ -133,9 +154,7 @@ class RowSteps:
         if self._disk is None:
             yield list(tensors), rows, self._made
             return
-        there = [torch.empty((len(rows), *each.shape[1:]), dtype=each.dtype, device="cpu") for each in tensors]
-        for tensor, copy in zip(tensors, there, strict=True):
-            self._disk.take(tensor, rows, copy)
+        there = [self._disk.rows(tensor, rows) for tensor in tensors]
         made = self._made[rows]
         yield there, torch.arange(len(rows), device="cpu"), made
         for tensor, copy in zip(tensors, there, strict=True):

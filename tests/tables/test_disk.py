@@ -66,7 +66,7 @@ def caught_up(given: list[Any], *, decays: bool) -> int:
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_what_moves_is_counted_and_is_the_rows(kind: Any, tmp_path: Path) -> None:
-    """A step reads the rows of a lookup, before it those that are behind, and behind it those that it changes."""
+    """A step reads the rows of a lookup, the moments of those that are behind, and all of those that it changes."""
     model, given = model_of(), batches(4)
     optimizer = kind(model.parameters(), lr=0.1)
     tensors = 1 if kind is SGD else 3
@@ -81,8 +81,8 @@ def test_what_moves_is_counted_and_is_the_rows(kind: Any, tmp_path: Path) -> Non
         assert after is not None
         rows = rows_of(given, unique=True)
         behind = 0 if kind is SGD else caught_up(given, decays=kind is AdamW)
-        assert after.disk.read_bytes == (rows + tensors * (rows + behind)) * ROW
-        assert after.disk.written_bytes - before.disk.written_bytes == tensors * (rows + behind) * ROW
+        assert after.disk.read_bytes == (rows + (tensors - 1) * behind + tensors * rows) * ROW
+        assert after.disk.written_bytes - before.disk.written_bytes == tensors * rows * ROW
         assert after.disk.nbytes == 2 * tensors * TABLE
         assert [home.whole_reads for home in homes(run)] == [0, 0]
         assert f"{2 * tensors * TABLE / 2**20:.1f} MiB on the disk" in str(run.report())
