@@ -29,6 +29,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, Site, block_limit, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
+from hydra_ext.optim.rows import bring_to_host
 from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
@@ -413,6 +414,7 @@ def _refuse_nested(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if engine.holds(parameter):
             raise AlreadyOffloaded(f"the parameter '{name}' is inside another offload context; leave that first")
+        bring_to_host(parameter)  # raises for one that a context has lost
     for name, module in model.named_modules():
         if root.is_swapped(module):
             raise AlreadyOffloaded(

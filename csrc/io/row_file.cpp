@@ -60,19 +60,42 @@ void RowFile::read(std::span<const std::int64_t> rows, std::byte* to) {
   read_ += static_cast<Bytes>(rows.size()) * row_bytes_;
 }
 
-void RowFile::write(std::span<const std::int64_t> rows, const std::byte* from) {
-  expect_rows(rows);
-  const std::byte* row_bytes = from;
+void RowFile::begin_write(std::span<const std::int64_t> rows, const std::byte* from) {
   for (const std::int64_t row : rows) {
     states_[static_cast<std::size_t>(row)] = RowState::kLost;
-    checksums_[static_cast<std::size_t>(row)] = crc32c(row_bytes, row_bytes_);
-    row_bytes += row_bytes_;
+    checksums_[static_cast<std::size_t>(row)] = crc32c(from, row_bytes_);
+    from += row_bytes_;
   }
-  in_runs(rows, [&](Bytes offset, Bytes bytes, Bytes before) { file_.write(from + before, bytes, offset); });
+}
+
+void RowFile::end_write(std::span<const std::int64_t> rows) {
   for (const std::int64_t row : rows) {
     states_[static_cast<std::size_t>(row)] = RowState::kWritten;
   }
   written_ += static_cast<Bytes>(rows.size()) * row_bytes_;
+}
+
+void RowFile::write(std::span<RowFile* const> files, std::span<const std::int64_t> rows,
+                    std::span<const std::byte* const> from) {
+  for (const RowFile* file : files) {
+    file->expect_rows(rows);
+  }
+  for (std::size_t index = 0; index < files.size(); ++index) {
+    files[index]->begin_write(rows, from[index]);
+  }
+  for (std::size_t index = 0; index < files.size(); ++index) {
+    RowFile& to = *files[index];
+    to.in_runs(rows,
+               [&](Bytes offset, Bytes bytes, Bytes before) { to.file_.write(from[index] + before, bytes, offset); });
+  }
+  for (RowFile* file : files) {
+    file->end_write(rows);
+  }
+}
+
+void RowFile::write(std::span<const std::int64_t> rows, const std::byte* from) {
+  RowFile* const file = this;
+  write({&file, 1}, rows, {&from, 1});
 }
 
 }  // namespace hydra

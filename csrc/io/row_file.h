@@ -35,6 +35,10 @@ class RowFile {
   void read(std::span<const std::int64_t> rows, std::byte* to);
   /// Writes rows, each named once. Throws SpillError if the disk fails: then all of them are lost.
   void write(std::span<const std::int64_t> rows, const std::byte* from);
+  /// Writes the same rows of several files, which belong together: if the disk fails, all of them are lost in all
+  /// files.
+  static void write(std::span<RowFile* const> files, std::span<const std::int64_t> rows,
+                    std::span<const std::byte* const> from);
 
   /// Whether a row has had no write, and so is zeros still.
   bool is_blank(std::int64_t row) const;
@@ -48,6 +52,9 @@ class RowFile {
   enum class RowState : std::uint8_t { kBlank, kWritten, kLost };
 
   void expect_rows(std::span<const std::int64_t> rows) const;
+  /// Notes that rows are being written, and what their checksums will be.
+  void begin_write(std::span<const std::int64_t> rows, const std::byte* from);
+  void end_write(std::span<const std::int64_t> rows);
   /// Calls `move(offset in the file, bytes, bytes before them)` for rows that follow each other and move together.
   void in_runs(std::span<const std::int64_t> rows, const std::function<void(Bytes, Bytes, Bytes)>& move) const;
 

@@ -149,6 +149,7 @@ __all__: list[str] = [
     "suspend_charging",
     "testing",
     "why_not_pageable",
+    "write_rows",
 ]
 
 class PassKind:
@@ -2408,6 +2409,17 @@ def suspend_charging() -> None:
 def why_not_pageable(parameter: torch.Tensor) -> str:
     """
     Why the parameter cannot be offloaded; empty when it can.
+    """
+
+def write_rows(
+    files: collections.abc.Sequence[RowFile],
+    rows: torch.Tensor,
+    values: collections.abc.Sequence[torch.Tensor],
+    made: torch.Tensor,
+    now: torch.Tensor,
+) -> None:
+    """
+    Writes rows of several files, which are lost together if the disk fails, and the steps that they have made.
     """
 
 DISK_ALIGNMENT: int = 4096

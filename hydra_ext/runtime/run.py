@@ -293,7 +293,7 @@ class Run:
         """
         from_disk = not self._checkpoint.reads_the_disk
         self.core.moves.bring_all_home(from_disk=from_disk)
-        for table in self.tables:
+        for table in () if self._checkpoint.overwrites else self.tables:
             table.settle(to_host=from_disk)
 
     @property

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ class DiskHome:
 
     Attributes:
         settle: Brings rows that are behind up to date.
+        forget: Drops what rows have missed.
         whole_reads: Number of times that all rows of a tensor have come to the host.
 
     Raises:
@@ -58,16 +60,21 @@ class DiskHome:
     """
 
     def __init__(self, weight: Tensor, tensors: int, folder: str, files: Any = None) -> None:
-        self.settle: Callable[[], None] = lambda: None
+        self.settle: Callable[[], None] = _nothing
+        self.forget: Callable[[], None] = _nothing
         self.whole_reads = 0
         self._rows = len(weight)
         self._row_bytes = weight.nbytes // len(weight)
         self._places = [_Place(_C.RowFile(folder, self._rows, self._row_bytes, files)) for _ in range(tensors)]
         self._watched: dict[int, weakref.ref[Tensor]] = {}  # by identity
+        self._moved: DiskReport | None = None  # once it has ended
         self._lock = threading.RLock()
         self._warned = False
 
     def report(self) -> DiskReport:
+        """Also after the end, when nothing is here."""
+        if self._moved is not None:
+            return self._moved
         away = sum(place.is_away for place in self._places)
         return DiskReport(
             nbytes=away * self._rows * self._row_bytes,
@@ -107,8 +114,8 @@ class DiskHome:
                 return False
             for numbers in self.chunks():
                 place.file.write(numbers, tensor.detach()[int(numbers[0]) : int(numbers[-1]) + 1])
+            self._gone(place, tensor)  # noted before: nothing may take a tensor without bytes for one with them
             _C.bare(tensor)
-            self._gone(place, tensor)
             return True
 
     def leave_if_possible(self, tensors: Iterable[Tensor]) -> None:
@@ -148,11 +155,21 @@ class DiskHome:
             try:
                 for numbers in self.chunks():
                     place.file.read(numbers, tensor.detach()[int(numbers[0]) : int(numbers[-1]) + 1])
-            except SpillError:
+            except BaseException:  # re-raised: the tensor stays here
                 _C.bare(tensor)
                 raise
             place.is_away = False
             self.whole_reads += 1
+
+    def overwrite(self, tensor: Tensor) -> None:
+        """Gives a tensor zeros on the host, to be written as a whole. What was here, or was lost, is forgotten."""
+        self.forget()
+        with self._inside():
+            place = self._away(tensor)
+            if place is not None:
+                _C.give_memory(tensor)
+                tensor.detach().zero_()
+                place.is_away = False
 
     def come_all(self) -> None:
         """The same of all tensors that are here."""
@@ -194,7 +211,8 @@ class DiskHome:
             except SpillError as error:
                 failed = error
                 watching.watch(tensor, partial(_raise_lost, str(error)))
-        self.settle = lambda: None
+        self._moved = replace(self.report(), nbytes=0)
+        self._places, self.settle, self.forget = [], _nothing, _nothing  # the files end
         if failed is not None:
             raise failed
 
@@ -224,6 +242,27 @@ class DiskHome:
             else:
                 place.is_zero = False
                 place.file.write(rows, values.contiguous())
+
+    def put_step(
+        self, tensors: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], made: Tensor, now: Tensor
+    ) -> None:
+        """Writes rows of several tensors, and how many steps they have made.
+
+        What is here is lost together if the disk fails: no row is of two steps.
+
+        Args:
+            made: Steps of each row of the table.
+            now: Of these rows from now on.
+        """
+        with self._inside():
+            places = [self._away(tensor) for tensor in tensors]
+            for tensor, place, its_values in zip(tensors, places, values, strict=True):
+                if place is None:
+                    tensor.detach().index_copy_(0, rows, its_values)
+            here = [(place, its) for place, its in zip(places, values, strict=True) if place is not None]
+            for place, _ in here:
+                place.is_zero = False
+            _C.write_rows([place.file for place, _ in here], rows, [its for _, its in here], made, now)
 
     def blank(self, tensor: Tensor, rows: Tensor) -> Tensor:
         """Which of the rows are known to be zeros, without reading them: bool, one for each."""
@@ -266,4 +305,11 @@ class DiskHome:
 
 
 def _raise_lost(why: str) -> None:
-    raise SpillError(f"the numbers of this tensor were lost when its context ended: {why}")
+    raise SpillError(
+        f"the numbers of this tensor were lost when its context ended: {why}; load_state_dict(..., assign=True) "
+        "replaces it by another one"
+    )
+
+
+def _nothing() -> None:
+    pass

@@ -84,7 +84,8 @@ class TableRows:
             by_rows.mark(host, self.steps.come_home)
         if self.disk is not None:
             self.disk.leave(host)
-            self.disk.leave_if_possible(optimizer.tensors_beside(host) if isinstance(optimizer, HostOptimizer) else [])
+            if self.steps is not None and isinstance(optimizer, HostOptimizer):
+                self.disk.leave_if_possible(optimizer.tensors_beside(host))
 
     def _watch_sums(self) -> None:
         if self._sums is None and self.host.requires_grad:

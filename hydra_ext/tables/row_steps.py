@@ -40,7 +40,7 @@ class RowSteps:
         self._weight = weight
         self._disk = disk
         if disk is not None:
-            disk.settle = self.settle
+            disk.settle, disk.forget = self.settle, self._forget
         self._lock = threading.RLock()
         self._made = torch.zeros(len(weight), dtype=torch.int32, device="cpu")  # steps that each row has made
         self._missed = _Missed(0, ())
@@ -54,17 +54,22 @@ class RowSteps:
         with self._inside():
             if not _are_same(tensors, self._tensors):
                 self.settle()
+            missed = self._missed
+            if not step.resting or step.moments:  # else no other row changes
+                self._pool = pool
+                self._use(tensors)
+                missed = missed.and_then(step)
             with self._on_host(tensors, rows) as (there, places, made):
                 self._make_missed(there, places, made)
-                if not step.resting or step.moments:  # else no other row changes
-                    self._pool = pool
-                    self._use(tensors)
-                    self._missed = self._missed.and_then(step)
-                _C.step_rows(there, places, made, step.scalars, values.contiguous(), self._missed.end, pool)
-            if len(self._missed.steps) == _MOST_BEHIND or not all(map(watching.is_alone, self._tensors)):
+                _C.step_rows(there, places, made, step.scalars, values.contiguous(), missed.end, pool)
+            self._missed = missed  # now, so that rows that could not be read have not missed it
+            if len(self._missed.steps) == _MOST_BEHIND or not all(map(self._is_alone, self._tensors)):
                 self.settle()
             if self._disk is not None:
                 self._disk.leave_if_possible(tensors)
+
+    def _is_alone(self, tensor: Tensor) -> bool:
+        return (self._disk is not None and self._disk.is_away(tensor)) or watching.is_alone(tensor)
 
     def new_moment(self) -> Tensor:
         """A moment of zeros, at home where the table is."""
@@ -130,6 +135,13 @@ class RowSteps:
                 self._missed = _Missed(self._missed.end, ())
             self._use(())
 
+    def _forget(self) -> None:
+        """Drops what rows have missed: all of them are about to be written."""
+        with self._inside():
+            self._missed = _Missed(self._missed.end, ())
+            self._made.fill_(self._missed.end)
+            self._use(())
+
     def _use(self, tensors: tuple[Tensor, ...]) -> None:
         """Notes the table and its moments, of which rows may be behind from now on, or forgets them."""
         if not _are_same(tensors, self._tensors):
@@ -157,9 +169,7 @@ class RowSteps:
         there = [self._disk.rows(tensor, rows) for tensor in tensors]
         made = self._made[rows]
         yield there, torch.arange(len(rows), device="cpu"), made
-        for tensor, copy in zip(tensors, there, strict=True):
-            self._disk.put(tensor, rows, copy)
-        self._made[rows] = made
+        self._disk.put_step(tensors, rows, there, self._made, made)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

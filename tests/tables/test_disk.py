@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,54 @@ def test_checkpoints_are_written_and_read_without_bringing_tables_home(tmp_path:
             assert run.report().tables.disk.nbytes == 6 * TABLE  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_table_that_is_trained_later_steps_as_a_whole(kind: Any, tmp_path: Path) -> None:
+    """It had no gradient on entering, so native steps read its memory, which has to be there."""
+    plain, model = model_of(), model_of()
+    optimizers = [kind(each.parameters(), lr=0.1) for each in (plain, model)]
+    step(plain, optimizers[0], batches(1)[0])
+    step(model, optimizers[1], batches(1)[0])  # its moments are there before
+    for each in (plain, model):
+        each.one.weight.requires_grad_(False)
+    with offloaded(model, optimizers[1], tmp_path):
+        for number, batch in enumerate(batches(4)):
+            if number == 2:
+                for each in (plain, model):
+                    each.one.weight.requires_grad_(True)
+            assert step(model, optimizers[1], batch).equal(step(plain, optimizers[0], batch))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert bits(one.detach()).equal(bits(other.detach()))
+
+
+def test_another_native_optimizer_finds_the_tables_on_the_host(tmp_path: Path) -> None:
+    plain, model = model_of(), model_of()
+    optimizers = [SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    with offloaded(model, None, tmp_path):
+        for batch in batches(2):
+            assert step(model, optimizers[1], batch).equal(step(plain, optimizers[0], batch))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert bits(one.detach()).equal(bits(other.detach()))
+
+
+def test_the_files_end_with_the_context(tmp_path: Path) -> None:
+    def files() -> int:
+        links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return sum(link.startswith(str(tmp_path)) for link in links)
+
+    model = model_of()
+    optimizer = AdamW(model.parameters())
+    with offloaded(model, optimizer, tmp_path) as run:
+        step(model, optimizer, batches(1)[0])
+        assert files() >= 6
+        before = run.report().tables
+    assert files() == 0, "although the run is still there"
+    after = run.report().tables
+    assert before is not None
+    assert after is not None
+    assert after.disk.nbytes == 0
+    assert after.disk.read_bytes >= before.disk.read_bytes + 6 * TABLE
+
+
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +327,28 @@ def test_a_read_that_fails_may_be_tried_again(fault: Any, tmp_path: Path) -> Non
         assert bits(one.detach()).equal(bits(other.detach()))
 
 
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 6, 12, 24])
+def test_a_read_that_fails_in_a_step_leaves_rows_of_before(nth: int, tmp_path: Path) -> None:
+    plain, model, files = model_of(), model_of(), Faults()
+    optimizers = [AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    first, second = batches(2)
+    with offloaded(model, optimizers[1], tmp_path, files):
+        step(model, optimizers[1], first)
+        step(plain, optimizers[0], first)
+        before = [table.detach().clone() for table in (plain.one.weight, plain.bags.weight)]
+        nn.functional.mse_loss(model(second), second["target"]).backward()
+        files.fail(FileOperation.READ, FileFault.ERROR, nth, error=errno.EIO)
+        with pytest.raises(SpillError, match="reading"):
+            optimizers[1].step()
+        step(plain, optimizers[0], second)
+        tables = zip((model.one, model.bags), (plain.one, plain.bags), before, strict=True)
+        for module, after, old in tables:
+            weight = module.weight.detach()
+            new = (weight == after.weight).all(1)
+            assert (new | (weight == old).all(1)).all()
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3, 5, 40])
 def test_rows_that_could_not_be_written_are_lost_and_all_others_are_right(nth: int, tmp_path: Path) -> None:
     """Wherever an update fails, a row is what it was, or what it would be, or raises: never a part of both."""
@@ -313,3 +384,26 @@ def test_rows_that_could_not_be_written_are_lost_and_all_others_are_right(nth: i
         context.__exit__(None, None, None)
     with pytest.raises(SpillError, match="were lost when its context ended"):
         sum(parameter.sum() for parameter in (model.one.weight, model.bags.weight))
+    with pytest.raises(SpillError, match="were lost when its context ended"):
+        offloaded(model, optimizers[1], tmp_path).__enter__()
+
+
+def test_a_checkpoint_replaces_what_was_lost(tmp_path: Path) -> None:
+    plain, model, files = model_of(), model_of(), Faults()
+    optimizers = [AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    given = batches(3)
+    with offloaded(model, optimizers[1], tmp_path / "spill", files) as run:
+        for batch in given[:2]:
+            step(plain, optimizers[0], batch)
+            step(model, optimizers[1], batch)
+        run.save(tmp_path / "saved")
+        nn.functional.mse_loss(model(given[2]), given[2]["target"]).backward()
+        files.fail(FileOperation.WRITE, FileFault.ERROR, 2, error=errno.EIO)
+        with pytest.raises(SpillError, match="writing"):
+            optimizers[1].step()
+        with pytest.raises(SpillError, match="is lost"):
+            model.one.weight.sum() + model.bags.weight.sum()
+        run.load(tmp_path / "saved")
+        assert step(model, optimizers[1], given[2]).equal(step(plain, optimizers[0], given[2]))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert bits(one.detach()).equal(bits(other.detach()))

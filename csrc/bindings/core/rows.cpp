@@ -51,10 +51,29 @@ std::byte* bytes_of(const RowFile& file, const at::Tensor& rows, const at::Tenso
   return static_cast<std::byte*>(memory.data_ptr());
 }
 
+/// One call, so that no interrupt of Python's arrives between the parts of a step.
+void write_rows(const std::vector<RowFile*>& files, const at::Tensor& rows, const std::vector<at::Tensor>& values,
+                const at::Tensor& made, const at::Tensor& now) {
+  HYDRA_EXPECT(files.size() == values.size() && now.numel() == rows.numel(), StateError,
+               "rows of a step do not belong together");
+  std::vector<const std::byte*> from;
+  for (std::size_t index = 0; index < files.size(); ++index) {
+    from.push_back(bytes_of(*files[index], rows, values[index]));
+  }
+  const auto numbers = numbers_of<const std::int64_t>(rows);
+  const auto all = numbers_of<std::int32_t>(made);
+  const auto its = numbers_of<const std::int32_t>(now);
+  RowFile::write(files, numbers, from);
+  for (std::size_t index = 0; index < numbers.size(); ++index) {
+    all[static_cast<std::size_t>(numbers[index])] = its[index];
+  }
+}
+
 void bind_row_file(py::module_& module) {
   module.attr("ROW_NOTES_BYTES") = RowFile::kNotesBytes;
-  py::class_<RowFile>(module, "RowFile", "Rows of a tensor, all zeros at first, at home in a file without a name.")
-      .def(py::init([](std::string folder, std::int64_t rows, Bytes row_bytes,
+  py::class_<RowFile> file(module, "RowFile",
+                           "Rows of a tensor, all zeros at first, at home in a file without a name.");
+  file.def(py::init([](std::string folder, std::int64_t rows, Bytes row_bytes,
                        const std::shared_ptr<FileOperations>& files) {
              return std::make_unique<RowFile>(std::move(folder), rows, row_bytes, files ? *files : system_files());
            }),
@@ -84,6 +103,10 @@ void bind_row_file(py::module_& module) {
           py::arg("rows"), Released(), "Which of the rows have had no write, and so are zeros still.")
       .def_property_readonly("bytes_read", &RowFile::bytes_read)
       .def_property_readonly("bytes_written", &RowFile::bytes_written);
+  module.def(
+      "write_rows", &write_rows, py::arg("files"), py::arg("rows"), py::arg("values"), py::arg("made"), py::arg("now"),
+      Released(),
+      "Writes rows of several files, which are lost together if the disk fails, and the steps that they have made.");
 }
 
 }  // namespace

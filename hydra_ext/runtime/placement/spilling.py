@@ -379,6 +379,12 @@ class Spilling:
         for home in self.tables.values():
             home.close()
 
+    def overwrite_table(self, tensor: Tensor) -> None:
+        """Called before a tensor of a checkpoint is written to one of the model, whatever has become of that."""
+        for weight, home in self.tables.items():
+            if weight is tensor:
+                home.overwrite(tensor)
+
     def send_tables(self) -> None:
         """Moves what a checkpoint was read into back to the disk."""
         for weight, home in self.tables.items():

@@ -252,8 +252,14 @@ class Return:
         training = self._training
         self._loader.restore()
         with _moving_on(training) as put:
+
+            def overwrite(tensor: Tensor) -> None:
+                put(tensor)
+                if training.spilling is not None:
+                    training.spilling.overwrite_table(tensor)
+
             parameters = training.model.parameters()
-            self._saved.put(lambda: self._put_optimizer(put), parameters, training.device, put=put)
+            self._saved.put(lambda: self._put_optimizer(put), parameters, training.device, put=overwrite)
 
     def _put_optimizer(self, put: Callable[[Tensor], None]) -> None:
         optimizer, reader = self._training.optimizer, self._reader

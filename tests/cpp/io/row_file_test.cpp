@@ -145,6 +145,28 @@ TEST(RowFile, LosesAllRowsOfAWriteThatFailsInTheMiddle) {
   }
 }
 
+TEST(RowFile, LosesRowsOfAllFilesThatBelongTogether) {
+  const Folder folder;
+  FaultyFiles files;
+  RowFile one(folder.path(), kRows, kRowBytes, files);
+  RowFile other(folder.path(), kRows, kRowBytes, files);
+  RowFile* const both[] = {&one, &other};
+  const Numbers rows = {7, 9};
+  const Contents values = contents(2, 1);
+  const auto* const from = reinterpret_cast<const std::byte*>(values.data());
+  const std::byte* const sources[] = {from, from};
+  RowFile::write(both, rows, sources);
+  EXPECT_EQ(read(one, rows), values);
+  EXPECT_EQ(read(other, rows), values);
+  files.fail(FileOperation::kWrite, FileFault::kError, 3, false, EIO);  // the first row of the other file
+  EXPECT_THROW(RowFile::write(both, rows, sources), SpillError);
+  for (RowFile* file : both) {
+    for (const std::int64_t row : rows) {
+      EXPECT_THROW(read(*file, {row}), SpillError);
+    }
+  }
+}
+
 TEST(RowFile, GoesOnAfterAShortTransfer) {
   const Folder folder;
   FaultyFiles files;
