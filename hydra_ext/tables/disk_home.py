@@ -140,27 +140,6 @@ class DiskHome:
             place.is_zero = True
             return made
 
-    def come(self, tensor: Tensor) -> None:
-        """Brings a tensor's bytes to the host, with all rows up to date.
-
-        Raises:
-            SpillError: The disk failed, or has lost rows. The tensor has no bytes on the host.
-        """
-        self.settle()
-        with self._inside():
-            place = self._away(tensor)
-            if place is None:
-                return
-            _C.give_memory(tensor)
-            try:
-                for numbers in self.chunks():
-                    place.file.read(numbers, tensor.detach()[int(numbers[0]) : int(numbers[-1]) + 1])
-            except BaseException:  # re-raised: the tensor stays here
-                _C.bare(tensor)
-                raise
-            place.is_away = False
-            self.whole_reads += 1
-
     def overwrite(self, tensor: Tensor) -> None:
         """Gives a tensor zeros on the host, to be written as a whole. What was here, or was lost, is forgotten."""
         self.forget()
@@ -171,11 +150,15 @@ class DiskHome:
                 tensor.detach().zero_()
                 place.is_away = False
 
-    def come_all(self) -> None:
-        """The same of all tensors that are here."""
+    def come(self) -> None:
+        """Brings all tensors that are here to the host, with all rows up to date.
+
+        Raises:
+            SpillError: The disk failed, or has lost rows.
+        """
         for tensor in [place.held() for place in self._places]:
             if tensor is not None:
-                self.come(tensor)
+                self._come(tensor)
 
     def watch(self, tensor: Tensor) -> None:
         """Has whatever reads the tensor bring it to the host first, until :meth:`close`."""
@@ -206,7 +189,7 @@ class DiskHome:
             if tensor is None:
                 continue
             try:
-                self.come(tensor)
+                self._come(tensor)
                 watching.unwatch(tensor)
             except SpillError as error:
                 failed = error
@@ -218,20 +201,16 @@ class DiskHome:
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
-    def take(self, tensor: Tensor, rows: Tensor, to: Tensor) -> None:
-        """Copies rows, wherever they are."""
+    def rows(self, tensor: Tensor, rows: Tensor, to: Tensor | None = None) -> Tensor:
+        """A copy of rows, wherever they are, in ``to`` if that is given."""
         with self._inside():
+            if to is None:
+                to = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
             place = self._away(tensor)
             if place is None:
-                torch.index_select(tensor.detach(), 0, rows, out=to)
-            else:
-                place.file.read(rows, to)
-
-    def rows(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """A copy of rows, wherever they are."""
-        copy = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
-        self.take(tensor, rows, copy)
-        return copy
+                return torch.index_select(tensor.detach(), 0, rows, out=to)
+            place.file.read(rows, to)
+            return to
 
     def put(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
         """Writes rows, each named once, where they are."""
@@ -272,6 +251,27 @@ class DiskHome:
 
     # -----------------------------------------------------------------------------------------------------------------
 
+    def _come(self, tensor: Tensor) -> None:
+        """Brings a tensor's bytes to the host, with all rows up to date.
+
+        Raises:
+            SpillError: The disk failed, or has lost rows. The tensor has no bytes on the host.
+        """
+        self.settle()
+        with self._inside():
+            place = self._away(tensor)
+            if place is None:
+                return
+            _C.give_memory(tensor)
+            try:
+                for numbers in self.chunks():
+                    place.file.read(numbers, tensor.detach()[int(numbers[0]) : int(numbers[-1]) + 1])
+            except BaseException:  # re-raised: the tensor stays here
+                _C.bare(tensor)
+                raise
+            place.is_away = False
+            self.whole_reads += 1
+
     def _away(self, tensor: Tensor) -> _Place | None:
         return next((place for place in self._places if place.is_away and place.held() is tensor), None)
 
@@ -291,7 +291,7 @@ class DiskHome:
     def _come_to(self, reference: weakref.ref[Tensor]) -> None:
         tensor = reference()
         if tensor is not None:
-            self.come(tensor)
+            self._come(tensor)
 
     def _warn(self, why: str) -> None:
         if not self._warned:

@@ -112,7 +112,7 @@ class TableRows:
         if self.steps is not None:
             self.steps.settle()
         if self.disk is not None and to_host:
-            self.disk.come_all()
+            self.disk.come()
 
     def _end_steps(self) -> None:
         """From now on steps read a gradient of the whole table.
@@ -265,7 +265,7 @@ class TableRows:
         if self.steps is not None:
             self.steps.take(rows, taken)
         elif self.disk is not None:
-            self.disk.take(self.host, rows, taken)
+            self.disk.rows(self.host, rows, taken)
         else:
             torch.index_select(host, 0, rows, out=taken)
         return taken

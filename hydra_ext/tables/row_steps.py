@@ -94,7 +94,7 @@ class RowSteps:
                 self.catch_up(rows)
                 torch.index_select(self._weight.detach(), 0, rows, out=to)
                 return
-            self._disk.take(self._weight, rows, to)
+            self._disk.rows(self._weight, rows, to)
             due = torch.isin(rows, self._due(self._disk, rows), assume_unique=True) if self._missed.steps else None
             if due is None or not bool(due.any()):
                 return
@@ -121,7 +121,7 @@ class RowSteps:
         """Brings all rows up to date, and the table and its moments to the host."""
         self.settle()
         if self._disk is not None:
-            self._disk.come_all()
+            self._disk.come()
 
     def settle(self) -> None:
         """Brings all rows up to date."""

@@ -3,10 +3,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/memory/bare_tensor.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/graph_marks.h"
 #include "csrc/pytorch/model/paged_model.h"
-#include "csrc/pytorch/memory/bare_tensor.h"
 #include "csrc/pytorch/parameters/face_writes.h"
 #include "csrc/pytorch/parameters/fault_key.h"
 #include "csrc/pytorch/parameters/withheld.h"
