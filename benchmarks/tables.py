@@ -12,6 +12,10 @@ network above. Each sample is 64 steps, after which a native optimizer's table h
     rows      a tenth of the tables' bytes as budget
     whole     blocks= names the tables, and the budget holds two of them beside the rest
 
+With --disk the host may hold a tenth of the tables and their moments, and the rest is in a temporary folder:
+
+    disk, disk whole    as rows and whole
+
 The device is simulated, and its link has no limit: bytes cost what a copy in the host's memory costs. On a link they
 cost more, which favours rows.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -102,15 +107,20 @@ def entered(training: Training, way: str, stack: ExitStack) -> Run:
     size = training.model.tables[0].weight.nbytes
     whole = [f"tables.{number}" for number in range(TABLES)]
     options: dict[str, Any] = {"budget": TABLES * size // 10}
-    if way == "whole":
+    if way.endswith("whole"):
         options = {"budget": 3 * size, "blocks": whole}
+    if way.startswith("disk"):
+        # The working memory for tables that move whole takes 18 of them.
+        held = 19 * size if way.endswith("whole") else 3 * TABLES * size // 10
+        options |= {"host_budget": held, "spill_dir": stack.enter_context(tempfile.TemporaryDirectory())}
     return stack.enter_context(
         hydra_ext.offload(training.model, training.optimizer, device="simulated", activations=None, **options)
     )
 
 
-def measure(case: str, rows: int, rounds: int) -> str:
-    ways = {way: Training(case, rows) for way in ("plain", "rows", "whole", "rows again")}
+def measure(case: str, rows: int, rounds: int, *, disk: bool) -> str:
+    names = ["plain", "rows", "whole", "rows again", *(["disk", "disk whole"] if disk and case != "sparse" else [])]
+    ways = {way: Training(case, rows) for way in names}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:
         runs = {way: entered(each, way.removesuffix(" again"), stack) for way, each in ways.items() if way != "plain"}
@@ -124,18 +134,24 @@ def measure(case: str, rows: int, rounds: int) -> str:
         raise SystemExit("the tables did not move by rows, or the budget was passed")
     counted = tables.rows_moved_bytes == ways["rows"].rows_touched * WIDTH * 4
     plain = ways["plain"].bits()
-    equal = all(a.equal(b) for way in ("rows", "whole") for a, b in zip(ways[way].bits(), plain, strict=True))
+    equal = all(a.equal(b) for each in ways.values() for a, b in zip(each.bits(), plain, strict=True))
     ratios = [b / a for a, b in zip(seconds["rows"], seconds["rows again"], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     middle = {way: 1e3 * statistics.median(values) for way, values in seconds.items()}
     moved = tables.rows_moved_bytes + tables.gradients_moved_bytes
     moved_whole = whole.weights_moved_bytes + whole.gradients_moved_bytes
+    of_disk = runs["disk"].report().tables if "disk" in runs else None
+    there = ""
+    if of_disk is not None:
+        moved_there = (of_disk.disk.read_bytes + of_disk.disk.written_bytes) / steps / 1024
+        there = f"  disk {middle['disk']:.2f} ms, {moved_there:,.0f} KiB; disk whole {middle['disk whole']:.2f} ms"
     found = f"bits {'equal' if equal else 'DIFFER'}, rows {'as' if counted else 'NOT AS'} counted"
     return (
         f"{case:7} {found}  ms a step: plain {middle['plain']:.2f}, rows "
         f"{middle['rows']:.2f}, whole {middle['whole']:.2f} (identical runs {(high - low) / 2:.1%})  KiB a step: rows "
         f"{moved / steps / 1024:,.0f}, whole {moved_whole / steps / 1024:,.0f}  budget "
         f"{ours.budget_bytes / 2**20:.1f} MiB of {tables.nbytes / 2**20:.1f}, whole {whole.budget_bytes / 2**20:.1f}"
+        f"{there}"
     )
 
 
@@ -143,12 +159,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="samples of each training, by turns")
     parser.add_argument("--rows", type=int, default=40_000, help="rows of each table")
+    parser.add_argument("--disk", action="store_true", help="also with tables that the host has no room for")
     parser.add_argument("--case", choices=CASES, action="append", help="by default all")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {options.rounds} samples of {STEPS} steps, {options.rows} rows, 1 thread")
     for case in options.case or CASES:
-        print(measure(case, options.rows, options.rounds), flush=True)
+        print(measure(case, options.rows, options.rounds, disk=options.disk), flush=True)
 
 
 if __name__ == "__main__":

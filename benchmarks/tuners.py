@@ -51,17 +51,21 @@ class Result:
         means: Mean share from there on, before and behind it.
         above: Intervals above the limit.
         changes: Of workers, for each interval behind the 30th.
+        memory: Mean of the bytes of the workers in the last intervals of both parts, beside the fewest that have the
+            optimum.
     """
 
     at: tuple[list[float], list[float]]
     means: tuple[list[float], list[float]]
     above: int
     changes: float
+    memory: float
 
 
 def run(make: Callable[[], Decides], problems: range, noise: float) -> Result:
     at: tuple[list[float], list[float]] = ([], [])
     means: tuple[list[float], list[float]] = ([], [])
+    memory: list[float] = []
     above = changes = 0
     for seed in problems:
         tuner, pipeline = make(), SimulatedPipeline(random_problem(seed), noise=noise, seed=seed)
@@ -78,7 +82,10 @@ def run(make: Callable[[], Decides], problems: range, noise: float) -> Result:
                 pipeline.workers = workers
             at[part].append(found[AT])
             means[part].append(statistics.fmean(found[AT:]))
-    return Result(at, means, above, changes / (2 * (INTERVALS - AT) * len(problems)))
+            problem = pipeline.problem
+            memory.append(problem.memory(pipeline.workers) / problem.memory(problem.best()))
+    changes_each = changes / (2 * (INTERVALS - AT) * len(problems))
+    return Result(at, means, above, changes_each, statistics.fmean(memory))
 
 
 def reached(shares: Sequence[float]) -> float:
@@ -99,6 +106,7 @@ def row(name: str, noise: float, results: Sequence[Result]) -> str:
             spread([statistics.fmean(result.means[part]) for result in results], ".3f"),
         ]
     cells += [str(sum(result.above for result in results)), spread([result.changes for result in results], ".3f")]
+    cells.append(spread([result.memory for result in results], ".3f"))
     return f"| {' | '.join(cells)} |"
 
 
@@ -152,8 +160,9 @@ def main() -> int:
     problems = range(asked.first, asked.first + asked.problems)
     left = [dearest(random_problem(seed)) for seed in problems]
     print(f"Where InTune's reward is highest, {reached(left):.1%} of the problems have 95 % of the rate.\n")
-    print("| who | noise | have 95 % by 30 | least | mean from 30 | after a change | least | mean | above | changes |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    heads = ["who", "noise", "have 95 % by 30", "least", "mean from 30", "after a change", "least", "mean", "above"]
+    print(f"| {' | '.join([*heads, 'changes', 'memory'])} |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     holds = True
     for noise in asked.noises:
         result = run(Rule, problems, noise)

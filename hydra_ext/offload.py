@@ -29,6 +29,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, Site, block_limit, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
+from hydra_ext.optim.rows import bring_to_host
 from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
@@ -39,7 +40,7 @@ from hydra_ext.runtime.placement.spilling import HostLimit, Spilling
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
-from hydra_ext.tables.discovery import find_tables
+from hydra_ext.tables.discovery import can_be_on_disk, find_tables
 
 if TYPE_CHECKING:
     from hydra_ext.heads.calls import Heads
@@ -176,12 +177,18 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._largest_block()
 
     def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
-        found = find_tables(self._model, budget=self._budget, blocks=blocks) if self._host_limit is None else []
+        found = find_tables(self._model, budget=self._budget, blocks=blocks)
         tables = [replace(table, dtype=self._param_dtype, gradient_dtype=self._grad_dtype) for table in found]
+        if self._host_limit is not None:
+            tables = [table for table in tables if can_be_on_disk(table, self._host_optimizer)]
         total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
         total -= sum(_face_bytes(table.weight, self._param_dtype) for table in tables)
         largest = block_limit(total, self._budget)
         return discover(self._model, largest_bytes=largest, modules=blocks, tables=tables)
+
+    @property
+    def _host_optimizer(self) -> HostOptimizer | None:
+        return self._optimizer if isinstance(self._optimizer, HostOptimizer) else None
 
     def _largest_block(self) -> tuple[str, int]:
         """Name and bytes of the largest block, which fits into the budget."""
@@ -229,6 +236,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             fault_path=self._checks.fault_path,
             stash=stash,
         )
+        spilling = None
         try:
             spilling = self._make_spilling(core, replicas)
             if stash is not None and spilling is not None:
@@ -236,6 +244,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             move_in(core, self._model, self._layout, replicas, spilling)
         except BaseException:  # re-raised: the core has no other owner yet
             core.close()
+            if spilling is not None:
+                spilling.bring_tables_home()
             raise
         entered: weakref.WeakSet[Run] = weakref.WeakSet()
         self._run = Run(
@@ -261,11 +271,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if self._host_limit is None:
             return None
         blocks = self._layout.blocks
-        optimizer = self._optimizer if isinstance(self._optimizer, HostOptimizer) else None
         return Spilling(
             core,
             self._layout,
-            optimizer,
+            self._host_optimizer,
             self._host_limit,
             slot_bytes=lambda number: _slot_bytes(blocks[number].parameters, self._param_dtype),
             gradients_stay=replicas is not None,
@@ -405,6 +414,7 @@ def _refuse_nested(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if engine.holds(parameter):
             raise AlreadyOffloaded(f"the parameter '{name}' is inside another offload context; leave that first")
+        bring_to_host(parameter)  # raises for one that a context has lost
     for name, module in model.named_modules():
         if root.is_swapped(module):
             raise AlreadyOffloaded(

@@ -12,7 +12,6 @@ GENERATED = {"_C", "_build_info"}
 SMALL = {
     "csrc/bindings": "the module, above its three folders",
     "csrc/data": "the only memory that other processes write to",
-    "csrc/io": "the only part that knows files",
     "csrc/pytorch/threads": "what all other folders of pytorch need, and no memory",
     "hydra_ext/_C": "generated stubs",
     "hydra_ext/cli/demo": "one command",

@@ -29,6 +29,7 @@ void bind_memory(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
+void bind_rows(pybind11::module_& module);
 void bind_codec(pybind11::module_& module);
 void bind_data(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_transfer(module);
   hydra::bind_paging(module);
   hydra::bind_optim(module);
+  hydra::bind_rows(module);
   hydra::bind_codec(module);
   hydra::bind_data(module);
   hydra::bind_schedule(module);

@@ -1,4 +1,4 @@
-// Keeps bytes that the host has no room for: extents of one unnamed file, in a folder that the user names.
+// Keeps tensors that the host has no room for: extents of one unnamed file.
 //
 // reserve() allocates an extent's room on the disk, so a full disk is noticed there. Extents are written and read in
 // pieces of at most kPieceBytes and nearly equal size. On a busy disk a short piece takes nearly as long as a long one.
@@ -13,19 +13,15 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "csrc/base/process.h"
-#include "csrc/io/file_operations.h"
+#include "csrc/io/unnamed_file.h"
 
 namespace hydra {
 
-/// The alignment of memory, offsets and sizes for transfers that bypass the cache.
-inline constexpr Bytes kDiskAlignment = 4096;
 /// Smaller tensors stay on the host: they are not worth a transfer of their own.
 inline constexpr Bytes kLeastDiskBytes = 16 * kKiB;
 
@@ -36,9 +32,6 @@ class SpillFile {
   /// Throws SpillError if the folder cannot have such a file, or is on a network file system. `files` has to outlive
   /// this object.
   explicit SpillFile(std::string folder, FileOperations& files = system_files());
-  ~SpillFile();
-  SpillFile(const SpillFile&) = delete;
-  SpillFile& operator=(const SpillFile&) = delete;
 
   /// Reserves an extent of `bytes` until this object ends. Throws SpillError if the disk has no room; then nothing has
   /// changed.
@@ -56,8 +49,8 @@ class SpillFile {
   /// the last write, and StateError if the piece was never written.
   void read_piece(std::int32_t extent, std::int64_t piece, void* data);
 
-  const std::string& folder() const noexcept { return folder_; }
-  bool bypasses_cache() const noexcept { return bypasses_cache_; }
+  const std::string& folder() const noexcept { return file_.folder(); }
+  bool bypasses_cache() const noexcept { return file_.bypasses_cache(); }
   Bytes reserved_bytes() const;
 
  private:
@@ -81,19 +74,10 @@ class SpillFile {
   };
 
   Span span(std::int32_t extent, std::int64_t piece) const;
-  /// Calls `move(bytes done, bytes left)` until all bytes have moved.
-  void transfer(const Span& span, const char* doing, const std::function<ssize_t(Bytes, Bytes)>& move) const;
-  Bytes progress(ssize_t result, int& interruptions) const noexcept;
-  void try_bypassing_cache();
 
-  const HomeProcess home_;
-  const std::string folder_;
-  FileOperations& files_;
-  int descriptor_ = -1;
-  bool bypasses_cache_ = false;
-  mutable std::mutex mutex_;  // guards the list; extents stay where they are
+  UnnamedFile file_;
+  mutable std::mutex mutex_;  // guards the list and the file's size; extents stay where they are
   std::vector<std::unique_ptr<Extent>> extents_;
-  Bytes reserved_ = 0;
 };
 
 }  // namespace hydra

@@ -68,8 +68,10 @@ __all__: list[str] = [
     "PassKind",
     "PendingUpdate",
     "PlannedStage",
+    "ROW_NOTES_BYTES",
     "RecomputeScope",
     "RoundStay",
+    "RowFile",
     "STASH_LEAST_BYTES",
     "STASH_WORKING_BYTES",
     "SavedDigest",
@@ -109,13 +111,17 @@ __all__: list[str] = [
     "WindowGate",
     "WindowToken",
     "Windows",
+    "bare",
     "catch_up_rows",
     "clip_factor",
     "codec",
+    "give_memory",
     "human_bytes",
+    "is_alone",
     "is_face",
     "judge_activations",
     "least_activation_budget",
+    "make_bare",
     "make_schedule",
     "norm_of_sums",
     "on_simulated_device",
@@ -143,6 +149,7 @@ __all__: list[str] = [
     "suspend_charging",
     "testing",
     "why_not_pageable",
+    "write_rows",
 ]
 
 class PassKind:
@@ -613,6 +620,34 @@ class TensorPlan:
         """
         Runs the updates on the host.
         """
+
+class RowFile:
+    """
+    Rows of a tensor, all zeros at first, at home in a file without a name.
+    """
+    def __init__(
+        self,
+        folder: str,
+        rows: typing.SupportsInt | typing.SupportsIndex,
+        row_bytes: typing.SupportsInt | typing.SupportsIndex,
+        files: FileOperations = None,
+    ) -> None: ...
+    def blank(self, rows: torch.Tensor) -> torch.Tensor:
+        """
+        Which of the rows have had no write, and so are zeros still.
+        """
+    def read(self, rows: torch.Tensor, to: torch.Tensor) -> None:
+        """
+        Reads the rows with these numbers.
+        """
+    def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """
+        Writes the rows with these numbers, each named once.
+        """
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
 
 class SharedBlock:
     """
@@ -2022,6 +2057,11 @@ class StagedBackward:
     @property
     def refusal(self) -> str: ...
 
+def bare(tensor: torch.Tensor) -> None:
+    """
+    Frees the tensor's bytes. It stays what it is otherwise.
+    """
+
 def catch_up_rows(
     tensors: collections.abc.Sequence[torch.Tensor],
     rows: torch.Tensor,
@@ -2037,9 +2077,19 @@ def catch_up_rows(
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float: ...
+def give_memory(tensor: torch.Tensor) -> None:
+    """
+    Gives a tensor without bytes memory again.
+    """
+
 def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
     Formats bytes for messages, with a binary unit.
+    """
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """
+    Whether the tensor's bytes have no other owner.
     """
 
 def is_face(tensor: torch.Tensor) -> bool:
@@ -2070,6 +2120,11 @@ def least_activation_budget(
 ) -> int:
     """
     The least budget that any treatment fits.
+    """
+
+def make_bare(like: torch.Tensor) -> torch.Tensor:
+    """
+    A tensor of zero bytes with the sizes of another one.
     """
 
 def make_schedule(
@@ -2356,9 +2411,21 @@ def why_not_pageable(parameter: torch.Tensor) -> str:
     Why the parameter cannot be offloaded; empty when it can.
     """
 
+def write_rows(
+    files: collections.abc.Sequence[RowFile],
+    rows: torch.Tensor,
+    values: collections.abc.Sequence[torch.Tensor],
+    made: torch.Tensor,
+    now: torch.Tensor,
+) -> None:
+    """
+    Writes rows of several files, which are lost together if the disk fails, and the steps that they have made.
+    """
+
 DISK_ALIGNMENT: int = 4096
 DISK_LEAST_BYTES: int = 16384
 DISK_WORKING_SETS: int = 3
 PAGE_ALIGNMENT: int = 512
+ROW_NOTES_BYTES: int = 5
 STASH_LEAST_BYTES: int = 20480
 STASH_WORKING_BYTES: int = 41943040

@@ -16,7 +16,7 @@ from hydra_ext import _C
 from hydra_ext.errors import InvalidOptimizer
 from hydra_ext.optim import checks, masters, threads
 from hydra_ext.optim.layout import as_parameter_lies
-from hydra_ext.optim.rows import RowStep, for_the_whole, gradient_of
+from hydra_ext.optim.rows import RowStep, bring_to_host, for_the_whole, gradient_of
 
 
 @dataclass
@@ -196,6 +196,8 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         for parameter, gradient in part:
             ordinal, group = places[parameter]
             state, first = self._state_of(parameter, group)
+            for tensor in (parameter, *self.tensors_beside(parameter)):
+                bring_to_host(tensor)
             step = 0
             if "step" in state:
                 state["step"] += 1

@@ -80,6 +80,12 @@ def for_the_whole(parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided or dense is None else dense
 
 
+def bring_to_host(tensor: Tensor) -> None:
+    """Native code reads memory, and no class: has a tensor that is watched for its rows up to date, with its bytes."""
+    if hasattr(type(tensor), "stands_for"):
+        tensor.data_ptr()
+
+
 def has_rows(parameter: Tensor) -> bool:
     """Whether the parameter's gradient is one by rows."""
     gradient = gradient_of(parameter)

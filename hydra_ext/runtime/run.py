@@ -88,7 +88,7 @@ class Run:
         self._place = place
         self._saving = saving
         self._spilling = spilling
-        self.tables = table_rows(layout.tables, place.device)
+        self.tables = table_rows(layout.tables, place.device, {} if spilling is None else spilling.tables)
         self.model, self.optimizer = model, None
         self.layout = layout
         self.core, self.replicas = core, replicas
@@ -291,9 +291,10 @@ class Run:
 
         See :mod:`hydra_ext.optim`.
         """
-        self.core.moves.bring_all_home(from_disk=not self._checkpoint.reads_the_disk)
-        for table in self.tables:
-            table.settle()
+        from_disk = not self._checkpoint.reads_the_disk
+        self.core.moves.bring_all_home(from_disk=from_disk)
+        for table in () if self._checkpoint.overwrites else self.tables:
+            table.settle(to_host=from_disk)
 
     @property
     def steps(self) -> int:

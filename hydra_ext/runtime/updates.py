@@ -174,6 +174,9 @@ class Updates:
         return together
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
+        steps = self._tables.get(parameter)
+        if steps is not None and any(stepped is parameter for stepped in self._rows):
+            return steps.new_moment()
         if self._spilling is not None:
             return self._spilling.new_state(parameter, dtype, copies=copies)
         return parameter.to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)

@@ -5,7 +5,7 @@ And what a run does with them. The modules that look rows up are imported for mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +14,10 @@ from torch import nn
 from hydra_ext import _C
 from hydra_ext.blocks import Table, chosen
 from hydra_ext.calls import is_compiled
+from hydra_ext.optim.host_optimizer import HostOptimizer
 
 if TYPE_CHECKING:
+    from hydra_ext.tables.disk_home import DiskHome
     from hydra_ext.tables.lookup import TableRows
     from hydra_ext.tables.report import TableReport
 
@@ -78,16 +80,40 @@ def _looks_up(module: nn.Module) -> bool:
     )
 
 
+def can_be_on_disk(table: Table, optimizer: HostOptimizer | None) -> bool:
+    """Whether steps change a table by rows, or none does, so that nothing needs all of it on the host.
+
+    Args:
+        table: As :func:`find_tables` has found it, with the types that its rows have elsewhere.
+        optimizer: That makes the steps; None if nothing is trained.
+    """
+    from hydra_ext.tables import watching
+
+    weight = table.weight
+    casts = table.dtype not in (None, weight.dtype) or table.gradient_dtype is not None
+    sparse = any(module.sparse for module in table.modules)
+    fits = weight.dtype == torch.float32 and (weight.is_meta or watching.can_be_watched(weight))
+    if optimizer is None or not weight.requires_grad:
+        return fits
+    return fits and not casts and not sparse and optimizer.can_step_rows(weight)
+
+
 # ---- a run's tables --------------------------------------------------------------------------------------------------
 
 
-def table_rows(tables: Sequence[Table], device: torch.device) -> list[TableRows]:
-    """The rows of these tables, which the device looks up."""
+def table_rows(
+    tables: Sequence[Table], device: torch.device, on_disk: Mapping[nn.Parameter, DiskHome]
+) -> list[TableRows]:
+    """The rows of these tables, which the device looks up.
+
+    Args:
+        on_disk: The tables whose home is the disk, and where they are there.
+    """
     if not tables:
         return []
     from hydra_ext.tables.lookup import TableRows
 
-    return [TableRows(table, device) for table in tables]
+    return [TableRows(table, device, on_disk.get(table.weight)) for table in tables]
 
 
 def open_tables(tables: Sequence[TableRows], gate: _C.WindowGate, optimizer: torch.optim.Optimizer | None) -> None:
@@ -105,8 +131,9 @@ def report_on(tables: Sequence[TableRows]) -> TableReport | None:
     """The report on these tables; None if there are none."""
     if not tables:
         return None
-    from hydra_ext.tables.report import TableReport
+    from hydra_ext.tables.report import DiskReport, TableReport
 
+    homes = [table.disk.report() for table in tables if table.disk is not None]
     return TableReport(
         names=tuple(table.name for table in tables),
         nbytes=sum(table.host.nbytes for table in tables),
@@ -115,4 +142,9 @@ def report_on(tables: Sequence[TableRows]) -> TableReport | None:
         gradients_moved_bytes=sum(table.moved.gradients for table in tables),
         gradients_averaged_bytes=sum(table.moved.averaged for table in tables),
         stepped_by_rows=tuple(table.name for table in tables if table.steps is not None),
+        disk=DiskReport(
+            nbytes=sum(home.nbytes for home in homes),
+            read_bytes=sum(home.read_bytes for home in homes),
+            written_bytes=sum(home.written_bytes for home in homes),
+        ),
     )

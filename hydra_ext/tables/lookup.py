@@ -27,6 +27,7 @@ from hydra_ext.optim import rows as by_rows
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.state.layout import Layout
 from hydra_ext.tables import watching
+from hydra_ext.tables.disk_home import DiskHome
 from hydra_ext.tables.row_steps import RowSteps
 
 
@@ -54,9 +55,10 @@ class TableRows:
         dtype: Dtype of rows on the device.
         moved: Bytes that were moved.
         steps: Steps of a native optimizer by rows; None if steps read a gradient of the whole table.
+        disk: Where the table is at home; None if it is the host.
     """
 
-    def __init__(self, table: Table, device: torch.device) -> None:
+    def __init__(self, table: Table, device: torch.device, disk: DiskHome | None = None) -> None:
         self._table = table
         self.name = table.name
         self.host = table.weight
@@ -64,6 +66,7 @@ class TableRows:
         self.dtype = self.host.dtype if table.dtype is None else table.dtype
         self.moved = MovedBytes()
         self.steps: RowSteps | None = None
+        self.disk = disk
         self._form = _form(self.host)
         self._sums: _Sums | None = None
         self._log: Callable[[], OverwrittenRows | None] = lambda: None
@@ -75,10 +78,14 @@ class TableRows:
         casts = self.dtype != host.dtype or self._table.gradient_dtype is not None
         sparse = any(module.sparse for module in self._table.modules)
         native = isinstance(optimizer, HostOptimizer) and optimizer.can_step_rows(host)
-        if native and host.requires_grad and not sparse and not casts and watching.can_be_watched(host):
-            self.steps = RowSteps(host)
-            by_rows.mark(host, self.steps.settle)
-            watching.watch(host, self.steps.settle)
+        watched = self.disk is not None or watching.can_be_watched(host)
+        if native and host.requires_grad and not sparse and not casts and watched:
+            self.steps = RowSteps(host, self.disk)
+            by_rows.mark(host, self.steps.come_home)
+        if self.disk is not None:
+            self.disk.leave(host)
+            if self.steps is not None and isinstance(optimizer, HostOptimizer):
+                self.disk.leave_if_possible(optimizer.tensors_beside(host))
 
     def _watch_sums(self) -> None:
         if self._sums is None and self.host.requires_grad:
@@ -100,10 +107,12 @@ class TableRows:
             self._sums.arrived = False
         return arrived
 
-    def settle(self) -> None:
-        """Brings all rows on the host up to date."""
+    def settle(self, *, to_host: bool) -> None:
+        """Brings all rows up to date, and with ``to_host`` to the host if they are at home on the disk."""
         if self.steps is not None:
             self.steps.settle()
+        if self.disk is not None and to_host:
+            self.disk.come()
 
     def _end_steps(self) -> None:
         """From now on steps read a gradient of the whole table.
@@ -111,10 +120,11 @@ class TableRows:
         So it is if calls ask for sparse gradients: torch sums those and dense ones in the order in which they come.
         """
         if self.steps is not None:
-            self.steps.settle()
+            self.steps.come_home()
             by_rows.make_dense(self.host)
             by_rows.unmark(self.host)
-            watching.unwatch(self.host)
+            if self.disk is None:
+                watching.unwatch(self.host)
             self.steps = None
 
     def backward_failed(self) -> None:
@@ -123,10 +133,16 @@ class TableRows:
             self._sums.end()
 
     def close(self) -> None:
-        self._end_steps()
-        if self._sums is not None:
-            self._sums.close()
-            self._sums = None
+        try:
+            self._end_steps()
+        finally:
+            by_rows.unmark(self.host)
+            self.steps = None
+            if self._sums is not None:
+                self._sums.close()
+                self._sums = None
+            if self.disk is not None:
+                self.disk.close()
 
     def embedding(
         self,
@@ -237,28 +253,36 @@ class TableRows:
                     f"parameters changed inside the offload context: '{self.name}' has {now}, had {self._form}. Leave "
                     "the context, change them, and enter it again"
                 )
-        if self.steps is not None:
-            self.steps.catch_up(rows)
-        host = self._numbers()
-        if self.device.type == "cpu":
-            taken = host.index_select(0, rows).to(self.dtype)
-        else:
-            taken = torch.empty((len(rows), *host.shape[1:]), dtype=host.dtype, device="cpu", pin_memory=True)
-            torch.index_select(host, 0, rows, out=taken)
-            taken = taken.to(self.dtype).to(self.device, non_blocking=True)
+        taken = self._at_home(rows, pinned=self.device.type != "cpu").to(self.dtype)
+        taken = taken.to(self.device, non_blocking=True)
         self.moved.rows += taken.nbytes
         return taken
 
+    def _at_home(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
+        """A copy of the rows, up to date."""
+        host = self._numbers()
+        taken = torch.empty((len(rows), *host.shape[1:]), dtype=host.dtype, device="cpu", pin_memory=pinned)
+        if self.steps is not None:
+            self.steps.take(rows, taken)
+        elif self.disk is not None:
+            self.disk.rows(self.host, rows, taken)
+        else:
+            torch.index_select(host, 0, rows, out=taken)
+        return taken
+
     def _numbers(self) -> Tensor:
-        """The table as it lies on the host: rows may have missed steps."""
+        """The table as it lies on the host: rows may have missed steps, or be on the disk."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.host.detach()
 
     def write(self, rows: Tensor, numbers: Tensor) -> None:
         """Writes rows that are up to date."""
         known = not self.was_written
-        with torch._C.DisableTorchFunctionSubclass():
-            self.host.index_copy_(0, rows, numbers)
+        if self.disk is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.host.index_copy_(0, rows, numbers)
+        else:
+            self.disk.put(self.host, rows, numbers)
         if known:
             self.backward_begins()  # so that this write does not count as one of others
 
@@ -279,8 +303,10 @@ class TableRows:
         log = self._log()
         with _C.Uncharged():
             places = rows[changed.to("cpu")]
+            if self.steps is not None:
+                self.steps.catch_up(places)
             if log is not None:
-                log.add(places, self._numbers()[places])
+                log.add(places, self._at_home(places))
             self.write(places, written.to("cpu"))
 
     def log_overwritten(self) -> OverwrittenRows:
@@ -387,7 +413,7 @@ class _Sums:
     def __init__(self, host: nn.Parameter) -> None:
         self.arrived = False
         self.version = host._version
-        with torch.enable_grad():
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             view: Any = host.view_as(host)
         self._node = view.grad_fn.next_functions[0][0]  # kept, because the parameter does not keep it
         self._uncharged = threading.local()

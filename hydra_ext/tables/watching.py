@@ -9,7 +9,6 @@ that share its memory would read it without that; :func:`is_alone` says whether 
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydra_ext import _C
 from hydra_ext.optim import rows
 
 Settle = Callable[[], None]
@@ -57,6 +57,8 @@ _REPLACED = Tensor.data.__set__  # type: ignore[attr-defined]
 class _Watched(Tensor):
     """What a watched tensor is meanwhile."""
 
+    stands_for: type[Tensor] = Tensor  # in checkpoints
+
     @classmethod
     def __torch_function__(
         cls,
@@ -94,6 +96,8 @@ class _Watched(Tensor):
 class _WatchedParameter(_Watched, nn.Parameter):
     """The same of a parameter."""
 
+    stands_for = nn.Parameter
+
 
 def watch(tensor: Tensor, settle: Settle) -> None:
     """Calls ``settle`` before each operation on the tensor that reads or writes numbers, until :func:`unwatch`."""
@@ -118,14 +122,7 @@ def can_be_watched(tensor: Tensor) -> bool:
 def is_alone(tensor: Tensor) -> bool:
     """Whether nothing else, such as another tensor, an array, a storage or a process, can read the tensor's memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        shared = tensor.is_shared()  # type: ignore[no-untyped-call]
-        return not shared and _owners(tensor) == _owners(torch.empty(0, device="cpu"))
-
-
-def _owners(tensor: Tensor) -> tuple[int, int]:
-    """How many hold the tensor's storage, and how many the object that stands for it in Python."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
+        return _C.is_alone(tensor)
 
 
 def needs_no_bytes(func: Callable[..., Any]) -> bool:

@@ -148,6 +148,19 @@ def test_the_rule_seldom_tries_what_gains_nothing(noise: float) -> None:
     assert settled_changes(noise, Rule) < 0.05
 
 
+@pytest.mark.parametrize("noise", [0.02, 0.05])
+def test_workers_do_not_become_ever_more_where_cores_bind(noise: float) -> None:
+    """Two workers have the highest rate. What differs by chance is no reason for more."""
+    problem = Problem((StageCost(0.05, 0.0, 2**20),), Machine(2, 2**30, 0.01))
+    kept = []
+    for seed in range(20):
+        rule, pipeline = Rule(), SimulatedPipeline(problem, noise=noise, seed=seed)
+        shares(rule, pipeline, 400)
+        kept.append(pipeline.workers[0])
+    assert statistics.median(kept) <= 3
+    assert max(kept) <= 8
+
+
 def test_the_rule_takes_back_at_once_what_is_above_the_limit() -> None:
     problem = random_problem(1)
     pipeline, rule = SimulatedPipeline(problem, noise=0.0, seed=0), Rule()

@@ -200,11 +200,20 @@ def _children() -> list[int]:
         return [*map(int, file.read().split())]
 
 
+def _command_of(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _state_of(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def _name_of_child(child: int) -> str | None:
     if child in (resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
         return None
     try:
-        command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        while not (command := _command_of(child)) and _state_of(child) != "Z":
+            pass  # it has just begun
     except FileNotFoundError:
         return None
     return None if "torch/_inductor/compile_worker" in command else f"the process {child}: {command or 'unreaped'}"

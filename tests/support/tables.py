@@ -88,6 +88,7 @@ def train(
     step: dict[str, Any] | None = None,
     gradients: bool = True,
     between: Callable[[Run | None, int], None] = lambda _run, _step: None,
+    home: dict[str, Any] | None = None,
 ) -> Trained:
     """Trains over the batches; without a budget, as plain PyTorch does.
 
@@ -98,6 +99,7 @@ def train(
         step: Arguments of ``run.step``.
         gradients: Whether to read the gradients of each step, which makes them dense.
         between: Called after each step.
+        home: Arguments of ``offload`` that say where tables are at home.
     """
     optimizer = make(model.parameters())
     found = Trained()
@@ -125,7 +127,7 @@ def train(
         loop(None)
     else:
         place = hydra_ext.SimulatedDevice(poison=True) if device is None else device
-        with hydra_ext.offload(model, optimizer, budget=budget, device=place) as run:
+        with hydra_ext.offload(model, optimizer, budget=budget, device=place, **(home or {})) as run:
             loop(run)
             found.report = run.report()
             assert found.report.peak_bytes <= budget

@@ -50,6 +50,7 @@ DENSE = {
     "a rank leaves a table out": TableJob(sparse=False, optimizer="our sgd", without=(1,)),
     "all leave it out": TableJob(sparse=False, optimizer="ours", without=(0, 1)),
     "by torch": TableJob(sparse=False, optimizer="adam", without=(1,)),
+    "on the disk": TableJob(sparse=False, optimizer="ours", way="step", m=(2, 1, 2), spills=True),
     "by torch in run.step": TableJob(sparse=False, optimizer="adam", way="step"),
 }
 FAILING = [
@@ -75,6 +76,7 @@ def expect_bits_and_bytes(jobs: dict[str, TableJob], folder: Path, ranks: int = 
             assert report["rows_moved_bytes"] > 0
             assert report["peak"] <= BUDGET
             assert report["gradients_averaged_bytes"] == sent_rows(job, rank, ranks) * ROW_BYTES, name
+            assert (report["disk"]["nbytes"] > 0) == job.spills
             assert len(report["stepped_by_rows"]) == (tables if "our" in job.optimizer else 0)
 
 

@@ -160,12 +160,14 @@ def test_max_norm_writes_in_the_type_of_the_table() -> None:
         model(*batches(1))
 
 
-def test_tables_move_whole_beside_a_limit_of_the_host(tmp_path: Path) -> None:
-    for sparse in (True, False):
-        with pytest.raises(BudgetTooSmall, match="'one'"):
-            hydra_ext.offload(
-                Recommender(sparse=sparse), budget=BUDGET, device="simulated", host_budget="1GiB", spill_dir=tmp_path
-            )
+@pytest.mark.parametrize(("sparse", "moments"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_tables_that_do_not_step_by_rows_move_whole_beside_a_limit_of_the_host(
+    sparse: bool, moments: torch.dtype, tmp_path: Path
+) -> None:
+    model = Recommender(sparse=sparse)
+    optimizer = hydra_ext.optim.AdamW(model.parameters(), moments=moments)
+    with pytest.raises(BudgetTooSmall, match="'one'"):
+        hydra_ext.offload(model, optimizer, budget=BUDGET, device="simulated", host_budget="1GiB", spill_dir=tmp_path)
 
 
 def test_named_blocks_move_whole() -> None:

@@ -71,8 +71,8 @@ def both(
 
 @pytest.mark.parametrize("way", ["loop", "step"])
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_have_the_bits_of_steps_of_the_whole(rule: str, way: str) -> None:
-    plain, ours = both(RULES[rule], way=way)
+def test_rules_have_the_bits_of_steps_of_the_whole(rule: str, way: str, home: dict[str, Any]) -> None:
+    plain, ours = both(RULES[rule], way=way, home=home)
     expect_same(ours, plain, gradients=False)
     assert ours.report is not None
     assert ours.report.tables is not None
@@ -81,21 +81,21 @@ def test_rules_have_the_bits_of_steps_of_the_whole(rule: str, way: str) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rule", ["adamw", "sgd with momentum"])
-def test_a_table_catches_up_after_many_steps(rule: str) -> None:
+def test_a_table_catches_up_after_many_steps(rule: str, home: dict[str, Any]) -> None:
     caught_up: list[int] = []
 
     def note(run: Run | None, step: int) -> None:
         if run is not None:
             caught_up.append(run.tables[0].steps.caught_up)  # type: ignore[union-attr]
 
-    plain, ours = both(RULES[rule], steps=70, between=note)
+    plain, ours = both(RULES[rule], steps=70, between=note, home=home)
     expect_same(ours, plain, gradients=False)
     assert [caught_up[step] for step in (62, 63, 69)] == [0, 1, 1]
 
 
-def test_rows_that_rest_are_not_touched() -> None:
+def test_rows_that_rest_are_not_touched(home: dict[str, Any]) -> None:
     model = Recommender(sparse=False)
-    with hydra_ext.offload(model, Adam(model.parameters()), budget=BUDGET, device="simulated") as run:
+    with hydra_ext.offload(model, Adam(model.parameters()), budget=BUDGET, device="simulated", **home) as run:
         steps = run.tables[1].steps
         assert steps is not None
         nn.functional.mse_loss(model(batches(1)[0]), torch.zeros(16)).backward()
@@ -151,7 +151,7 @@ def _doubled(weight: Tensor) -> Tensor:
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("reader", READERS)
-def test_whatever_reads_a_table_finds_it_up_to_date(reader: str) -> None:
+def test_whatever_reads_a_table_finds_it_up_to_date(reader: str, home: dict[str, Any]) -> None:
     def go(budget: int | None) -> list[Tensor]:
         torch.manual_seed(5)
         model = Recommender(sparse=False)
@@ -169,7 +169,7 @@ def test_whatever_reads_a_table_finds_it_up_to_date(reader: str) -> None:
         if budget is None:
             loop(None)
         else:
-            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated") as run:
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated", **home) as run:
                 loop(run)
         assert type(model.one.weight) is nn.Parameter
         assert type(optimizer.state[model.one.weight]["exp_avg"]) is Tensor
@@ -181,7 +181,7 @@ def test_whatever_reads_a_table_finds_it_up_to_date(reader: str) -> None:
         assert bits(one).equal(bits(other))
 
 
-def test_a_view_from_outside_sees_every_step() -> None:
+def test_a_view_from_outside_sees_every_step(home: dict[str, Any]) -> None:
     def go(budget: int | None) -> list[Tensor]:
         torch.manual_seed(5)
         model = Recommender(sparse=False)
@@ -198,7 +198,7 @@ def test_a_view_from_outside_sees_every_step() -> None:
         if budget is None:
             loop()
         else:
-            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated"):
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated", **home):
                 loop()
         return found
 
@@ -207,7 +207,7 @@ def test_a_view_from_outside_sees_every_step() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_storage_that_is_held_sees_every_step(inside: bool) -> None:
+def test_a_storage_that_is_held_sees_every_step(inside: bool, home: dict[str, Any]) -> None:
     """torch has one object for a storage, so it counts one owner however many hold that object."""
 
     def go(budget: int | None) -> list[Tensor]:
@@ -229,7 +229,7 @@ def test_a_storage_that_is_held_sees_every_step(inside: bool) -> None:
         if budget is None:
             loop()
         else:
-            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated"):
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated", **home):
                 loop()
         return found
 
@@ -237,9 +237,9 @@ def test_a_storage_that_is_held_sees_every_step(inside: bool) -> None:
         assert ours.equal(plain)
 
 
-def test_a_table_that_other_processes_may_read_makes_every_step() -> None:
+def test_a_table_that_other_processes_may_read_makes_every_step(home: dict[str, Any]) -> None:
     model = Recommender(sparse=False)
-    with hydra_ext.offload(model, AdamW(model.parameters()), budget=BUDGET, device="simulated") as run:
+    with hydra_ext.offload(model, AdamW(model.parameters()), budget=BUDGET, device="simulated", **home) as run:
         model.one.share_memory()
         for batch in batches(2):
             nn.functional.mse_loss(model(batch), batch["target"]).backward()
@@ -247,12 +247,12 @@ def test_a_table_that_other_processes_may_read_makes_every_step() -> None:
         assert [table.steps.caught_up for table in run.tables] == [2, 0]  # type: ignore[union-attr]
 
 
-def test_norms_are_those_of_dense_gradients() -> None:
+def test_norms_are_those_of_dense_gradients(home: dict[str, Any]) -> None:
     plain, ours = Recommender(sparse=False), Recommender(sparse=False)
     ours.load_state_dict(plain.state_dict())
     (batch,) = batches(1)
     plain(batch).square().sum().backward()
-    with hydra_ext.offload(ours, AdamW(ours.parameters()), budget=BUDGET, device="simulated"):
+    with hydra_ext.offload(ours, AdamW(ours.parameters()), budget=BUDGET, device="simulated", **home):
         ours(batch).square().sum().backward()
         for limit in (1e9, 0.1):
             expected = hydra_ext.optim.clip_grad_norm_(plain.parameters(), limit)
@@ -263,7 +263,7 @@ def test_norms_are_those_of_dense_gradients() -> None:
         assert not rows.has_rows(ours.bags.weight)
 
 
-def test_gradients_are_dense_to_others() -> None:
+def test_gradients_are_dense_to_others(home: dict[str, Any]) -> None:
     """Reading a gradient, as torch's clipping does, makes a step of the whole table."""
 
     def go(budget: int | None) -> list[Tensor]:
@@ -286,7 +286,7 @@ def test_gradients_are_dense_to_others() -> None:
         if budget is None:
             loop()
         else:
-            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated"):
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated", **home):
                 loop()
         return [*found, *(parameter.detach() for parameter in model.parameters())]
 
@@ -312,7 +312,8 @@ def test_sums_of_rows_are_those_of_dense_gradients(width: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["by rows", "whole"])
 @pytest.mark.parametrize("limit", [1e9, 0.05])
-def test_steps_clip_tables(limit: float, moments: torch.dtype) -> None:
+def test_steps_clip_tables(limit: float, moments: torch.dtype, home: dict[str, Any]) -> None:
+    there = home if moments == torch.float32 else {}  # others move whole there
     plain_norms: list[Tensor] = []
     found = []
     for budget in (None, BUDGET):
@@ -331,7 +332,7 @@ def test_steps_clip_tables(limit: float, moments: torch.dtype) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         else:
-            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated") as run:
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated", **there) as run:
                 for batch, norm in zip(given, plain_norms, strict=True):
                     assert run.step([batch], loss_of, max_norm=limit).grad_norm.equal(norm)  # type: ignore[union-attr]
                 tables = run.report().tables
@@ -343,7 +344,7 @@ def test_steps_clip_tables(limit: float, moments: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_steps_that_are_skipped_or_have_no_gradient(kept: bool) -> None:
+def test_steps_that_are_skipped_or_have_no_gradient(kept: bool, home: dict[str, Any]) -> None:
     """A scaler skips a step whose gradients are infinite; zero_grad leaves zeros, with which a step is made."""
 
     def go(budget: int | None) -> list[Tensor]:
@@ -366,7 +367,7 @@ def test_steps_that_are_skipped_or_have_no_gradient(kept: bool) -> None:
         if budget is None:
             loop()
         else:
-            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated"):
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated", **home):
                 loop()
         return [*(parameter.detach() for parameter in model.parameters()), optimizer.state[model.one.weight]["step"]]
 
@@ -374,7 +375,7 @@ def test_steps_that_are_skipped_or_have_no_gradient(kept: bool) -> None:
         assert bits(ours).equal(bits(plain))
 
 
-def test_a_dense_gradient_given_by_hand_steps_the_whole() -> None:
+def test_a_dense_gradient_given_by_hand_steps_the_whole(home: dict[str, Any]) -> None:
     def go(budget: int | None) -> list[Tensor]:
         torch.manual_seed(5)
         model = Recommender(sparse=False)
@@ -391,7 +392,7 @@ def test_a_dense_gradient_given_by_hand_steps_the_whole() -> None:
         if budget is None:
             loop()
         else:
-            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated"):
+            with hydra_ext.offload(model, optimizer, budget=budget, device="simulated", **home):
                 loop()
         return [parameter.detach() for parameter in model.parameters()]
 
@@ -399,13 +400,13 @@ def test_a_dense_gradient_given_by_hand_steps_the_whole() -> None:
         assert bits(ours).equal(bits(plain))
 
 
-def test_gradients_that_are_left_over_are_dense_outside() -> None:
+def test_gradients_that_are_left_over_are_dense_outside(home: dict[str, Any]) -> None:
     plain, ours = Recommender(sparse=False), Recommender(sparse=False)
     ours.load_state_dict(plain.state_dict())
     optimizers = [AdamW(model.parameters(), lr=0.1) for model in (plain, ours)]
     first, second = batches(2)
     plain(first).sum().backward()
-    with hydra_ext.offload(ours, optimizers[1], budget=BUDGET, device="simulated"):
+    with hydra_ext.offload(ours, optimizers[1], budget=BUDGET, device="simulated", **home):
         ours(first).sum().backward()
         assert rows.has_rows(ours.one.weight)
     assert ours.one.weight.grad.layout == torch.strided  # type: ignore[union-attr]
@@ -417,7 +418,7 @@ def test_gradients_that_are_left_over_are_dense_outside() -> None:
         assert bits(one.detach()).equal(bits(other.detach()))
 
 
-def test_gradients_from_before_are_added_to() -> None:
+def test_gradients_from_before_are_added_to(home: dict[str, Any]) -> None:
     plain, ours = Recommender(sparse=False), Recommender(sparse=False)
     ours.load_state_dict(plain.state_dict())
     optimizers = [AdamW(model.parameters(), lr=0.1) for model in (plain, ours)]
@@ -426,7 +427,7 @@ def test_gradients_from_before_are_added_to() -> None:
         model(first).sum().backward()
     plain(second).sum().backward()
     optimizers[0].step()
-    with hydra_ext.offload(ours, optimizers[1], budget=BUDGET, device="simulated"):
+    with hydra_ext.offload(ours, optimizers[1], budget=BUDGET, device="simulated", **home):
         ours(second).sum().backward()
         optimizers[1].step()
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -463,7 +464,9 @@ def test_sparse_tables_need_an_optimizer_that_knows_them() -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_training_goes_on_from_a_checkpoint(native: bool, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_checkpoint(native: bool, tmp_path: Path, home: dict[str, Any]) -> None:
+    there = home if native else {}  # with host_budget= the optimizer is one of ours
+
     def go(folder: Path | None, *, until: int = 8) -> list[Tensor]:
         torch.manual_seed(5)
         model = Recommender(sparse=not native)
@@ -480,7 +483,7 @@ def test_training_goes_on_from_a_checkpoint(native: bool, tmp_path: Path) -> Non
                 optimizer.step()
                 optimizer.zero_grad()
         else:
-            with hydra_ext.offload(model, optimizer, budget=BUDGET, device="simulated") as run:
+            with hydra_ext.offload(model, optimizer, budget=BUDGET, device="simulated", **there) as run:
                 run.load(folder)
                 while run.steps < until:
                     run.step([given[run.steps]], loss_of)

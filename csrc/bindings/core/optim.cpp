@@ -4,7 +4,6 @@
 #include "csrc/base/errors.h"
 #include "csrc/bindings/bindings.h"
 #include "csrc/optim/norm.h"
-#include "csrc/optim/row_steps.h"
 #include "csrc/pytorch/parameters/tensor_plan.h"
 
 namespace py = pybind11;
@@ -34,60 +33,6 @@ void bind_steps(py::module_& module) {
              "The seed of a parameter's stochastic rounding in one step.");
 }
 
-template <class Number>
-std::span<Number> numbers_of(const at::Tensor& tensor) {
-  using Plain = std::remove_const_t<Number>;
-  HYDRA_EXPECT(tensor.device().is_cpu() && tensor.is_contiguous() &&
-                   tensor.scalar_type() == c10::CppTypeToScalarType<Plain>::value,
-               StateError, "rows are numbered by another type of tensor");
-  return {tensor.data_ptr<Plain>(), static_cast<std::size_t>(tensor.numel())};
-}
-
-using Step = std::variant<AdamStep, SgdStep>;
-
-Rows rows_of(const Step& step, const std::vector<at::Tensor>& tensors, const at::Tensor& numbers,
-             const at::Tensor& made) {
-  const auto moment = [&](std::size_t index) {
-    return index < tensors.size() ? OptionalTensor(tensors[index]) : std::nullopt;
-  };
-  const at::Tensor& weights = tensors.at(0);
-  HYDRA_EXPECT(weights.is_contiguous() && weights.dim() > 0, StateError, "the weights of rows are not contiguous");
-  TensorPlan plan;
-  plan.add({step, weights, std::nullopt, weights, std::nullopt, moment(1), moment(2), 0});
-  const std::int64_t width = weights.numel() / std::max<std::int64_t>(1, weights.size(0));
-  return {plan.on_host().updates().front(), width, numbers_of<const std::int64_t>(numbers),
-          numbers_of<std::int32_t>(made)};
-}
-
-void bind_rows(py::module_& module) {
-  module.def(
-      "catch_up_rows",
-      [](const std::vector<at::Tensor>& tensors, const at::Tensor& rows, const at::Tensor& made, std::int64_t first,
-         const std::vector<std::pair<Step, bool>>& missed, ThreadPool& pool) {
-        std::vector<MissedStep> steps;
-        for (const auto& [step, rests] : missed) {
-          steps.push_back({step, rests});
-        }
-        if (!steps.empty()) {
-          catch_up(rows_of(steps.back().step, tensors, rows, made), first, steps, pool);
-        }
-      },
-      py::arg("tensors"), py::arg("rows"), py::arg("made"), py::arg("first"), py::arg("missed"), py::arg("pool"),
-      Released(), "Makes the steps that rows of a table have missed, with a gradient of zero.");
-  module.def(
-      "step_rows",
-      [](const std::vector<at::Tensor>& tensors, const at::Tensor& rows, const at::Tensor& made, const Step& step,
-         const at::Tensor& gradient, std::int32_t number, ThreadPool& pool) {
-        const Rows stepped = rows_of(step, tensors, rows, made);
-        const std::span<const float> values = numbers_of<const float>(gradient);
-        HYDRA_EXPECT(values.size() == stepped.numbers.size() * static_cast<std::size_t>(stepped.width), StateError,
-                     "the gradient has other rows than those that are stepped");
-        step_rows(stepped, step, values.data(), number, pool);
-      },
-      py::arg("tensors"), py::arg("rows"), py::arg("made"), py::arg("step"), py::arg("gradient"), py::arg("number"),
-      py::arg("pool"), Released(), "Makes one step of rows of a table, and notes its number for them.");
-}
-
 }  // namespace
 
 void bind_optim(py::module_& module) {
@@ -102,7 +47,6 @@ void bind_optim(py::module_& module) {
       .def(py::init<int>(), py::arg("threads"))
       .def_property_readonly("threads", &ThreadPool::threads);
   bind_steps(module);
-  bind_rows(module);
   py::class_<TensorPlan>(module, "TensorPlan", "The updates of one optimizer step.")
       .def(py::init([](std::optional<InstructionSet> instructions) {
              return TensorPlan(instructions.value_or(best_instruction_set()));

@@ -68,10 +68,9 @@ ActivationProblem make_problem(std::vector<SegmentList> cuts, int microbatches, 
           std::move(round_sizes)};
 }
 
-std::tuple<double, double, double, double, Bytes> simulate(SegmentList segments, std::vector<ActivationOption> options,
-                                                           int round_size, Bytes stash_bytes, int microbatches,
-                                                           Bytes budget, double to_device, double to_host,
-                                                           double update_seconds, Bytes host_bytes, double disk) {
+std::tuple<double, double, double, double, Bytes> simulate_activations(
+    SegmentList segments, std::vector<ActivationOption> options, int round_size, Bytes stash_bytes, int microbatches,
+    Bytes budget, double to_device, double to_host, double update_seconds, Bytes host_bytes, double disk) {
   const ActivationProblem problem = make_problem({std::move(segments)}, microbatches, budget, to_device, to_host,
                                                  host_bytes, update_seconds, {}, disk);
   const ActivationPlan plan = judge_activations(problem, 0, {std::move(options), round_size, stash_bytes});
@@ -130,7 +129,7 @@ void bind_activation_plan(py::module_& module) {
       py::arg("host_bytes") = kAllBytes, py::arg("update_seconds") = 0.0, py::arg("round_sizes") = std::vector<int>(),
       py::arg("effort") = 1.0, py::arg("disk") = 0.0, Released(),
       "The fastest treatment found that fits. Lanes are in bytes a second. No round_sizes: all that are worth trying.");
-  module.def("simulate_activations", &simulate, py::arg("segments"), py::kw_only(), py::arg("options"),
+  module.def("simulate_activations", &simulate_activations, py::arg("segments"), py::kw_only(), py::arg("options"),
              py::arg("round_size"), py::arg("stash_bytes"), py::arg("microbatches"), py::arg("budget"),
              py::arg_v("to_device", kNoLimit, "float('inf')"), py::arg_v("to_host", kNoLimit, "float('inf')"),
              py::arg("update_seconds") = 0.0, py::arg("host_bytes") = kAllBytes, py::arg("disk") = 0.0, Released(),

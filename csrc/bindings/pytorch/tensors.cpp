@@ -3,11 +3,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/memory/bare_tensor.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/graph_marks.h"
 #include "csrc/pytorch/model/paged_model.h"
 #include "csrc/pytorch/parameters/face_writes.h"
 #include "csrc/pytorch/parameters/fault_key.h"
+#include "csrc/pytorch/parameters/withheld.h"
 #include "csrc/pytorch/stash/saved_digest.h"
 
 namespace py = pybind11;
@@ -20,9 +22,17 @@ struct Faulting {
   bool excluded = false;
 };
 
+void bind_bare_tensors(py::module_& module) {
+  module.def("make_bare", &make_bare, py::arg("like"), "A tensor of zero bytes with the sizes of another one.");
+  module.def("bare", &bare, py::arg("tensor"), "Frees the tensor's bytes. It stays what it is otherwise.");
+  module.def("give_memory", &give_memory, py::arg("tensor"), "Gives a tensor without bytes memory again.");
+  module.def("is_alone", &is_alone, py::arg("tensor"), "Whether the tensor's bytes have no other owner.");
+}
+
 }  // namespace
 
 void bind_tensors(py::module_& module) {
+  bind_bare_tensors(module);
   module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
              "Why the parameter cannot be offloaded; empty when it can.");
   module.def("reached_models", &reached_models, py::arg("roots"), py::arg("models"),

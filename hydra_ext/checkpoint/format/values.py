@@ -52,7 +52,7 @@ class Encoder:
         if depth > _DEEPEST:
             raise UnsupportedState(f"'{place}' is nested too deeply")
         if isinstance(value, Tensor):
-            if type(value) not in (Tensor, torch.nn.Parameter):
+            if getattr(type(value), "stands_for", type(value)) not in (Tensor, torch.nn.Parameter):
                 raise UnsupportedState(f"'{place}' is a {type(value).__name__}: make it a plain torch.Tensor")
             self.entries.append(Entry.of(place, value))
             return {_TAG: "tensor", "name": place}

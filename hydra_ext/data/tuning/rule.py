@@ -2,7 +2,9 @@
 
 Occupancy says which stage to change, and hill climbing on the consumer's rate says whether the change was good. So what
 workers take from the training itself counts, too. Rates differ from interval to interval for no reason. How much, is
-measured, and a change is judged once its effect is clear beside that, or after some intervals.
+measured, and a change is judged once its effect is clear beside that, or after some intervals. Workers that take cores
+from each other need longer for an item. So from time to time the rule tries without those that the rate would not need
+if items took the least time that was seen.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_ext.data.tuning.views import STARVED, View
@@ -68,6 +71,20 @@ class _Noise:
         return 1.48 * statistics.median(self._deviations) if self._deviations else 0.0
 
 
+class _Pause:
+    """Intervals in which something is not tried again, twice as many each time."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._next = 1
+
+    def pass_one(self) -> None:
+        self.left = max(0, self.left - 1)
+
+    def begin(self) -> None:
+        self.left, self._next = self._next, min(_LONGEST, 2 * self._next)
+
+
 @dataclass(frozen=True)
 class _Trial:
     """A change whose effect is not known yet."""
@@ -91,11 +108,9 @@ class Rule:
     def _begin(self) -> None:
         """Nothing is known of what helps."""
         self._step = _MOST  # times the rate that the next change is for
-        self._rest = 0  # intervals in which no worker is taken
-        self._next_rest = 1
-        self._wait = 0  # intervals in which none is added
-        self._next_wait = 1
+        self._rest, self._wait = _Pause(), _Pause()  # of taking workers, and of adding them
         self._waits = False  # between steps, too: all were tried
+        self._least: list[float] = []  # service of each stage when its workers took least from each other
 
     def decide(self, view: View) -> tuple[int, ...]:
         """The workers of each stage from now on."""
@@ -132,6 +147,9 @@ class Rule:
             self._begin()
         self._limit = view.limit
         self._means.add(view)
+        if self._means.count > 1 or not self._least:
+            now = self._means.services
+            self._least = [min(old, new) if old else new for old, new in zip(self._least or now, now, strict=True)]
 
     def _surprises(self, view: View) -> bool:
         means = self._means
@@ -149,16 +167,18 @@ class Rule:
         gain = math.log(now.rate / before.rate) - (_GAIN if trial.is_more else _LOSS)
         if abs(gain) < _CLEAR * error and now.count < _PATIENCE:
             return None
-        return gain >= (0 if trial.is_more else -error)  # workers that were taken were not needed, as it seemed
+        # In doubt there are fewer: kept by chance, workers would become ever more where they gain nothing.
+        return gain >= (error if trial.is_more else -error)
 
     def _next(self, view: View, workers: tuple[int, ...]) -> tuple[int, ...]:
-        self._rest, self._wait = max(0, self._rest - 1), max(0, self._wait - 1)
-        if self._means.starved > STARVED and not self._wait:
+        self._rest.pass_one()
+        self._wait.pass_one()
+        if self._means.starved > STARVED and not self._wait.left:
             changed = _raised(view, workers, self._means, self._step)
             if changed == workers:
                 self._learn(False, is_more=True)
-        elif not self._rest:
-            changed = _lowered(workers, self._means, _SPARE + self._rates.deviation)
+        elif not self._rest.left:
+            changed = _lowered(workers, self._means.rate, self._least, _SPARE + self._rates.deviation)
         else:
             return workers
         if changed != workers:
@@ -167,17 +187,17 @@ class Rule:
 
     def _learn(self, good: bool, is_more: bool) -> None:
         if is_more and good:
-            self._step, self._wait, self._next_wait, self._waits = min(_MOST, 1 + 2 * (self._step - 1)), 0, 1, False
+            self._step, self._wait, self._waits = min(_MOST, 1 + 2 * (self._step - 1)), _Pause(), False
         elif is_more:
             self._step = 1 + (self._step - 1) / 2
             if self._step < max(_LEAST, 1 + 2 * self._rates.deviation):
                 self._step, self._waits = _MOST, True
             if self._waits:
-                self._wait, self._next_wait = self._next_wait, min(_LONGEST, 2 * self._next_wait)
+                self._wait.begin()
         elif good:
-            self._rest, self._next_rest = 0, 1
+            self._rest = _Pause()
         else:
-            self._rest, self._next_rest = self._next_rest, min(_LONGEST, 2 * self._next_rest)
+            self._rest.begin()
 
 
 def _fits(view: View, workers: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -205,11 +225,11 @@ def _raised(view: View, workers: tuple[int, ...], means: _Means, step: float) ->
         left[lowest] += 1
 
 
-def _lowered(workers: tuple[int, ...], means: _Means, spare: float) -> tuple[int, ...]:
+def _lowered(workers: tuple[int, ...], rate: float, services: Sequence[float], spare: float) -> tuple[int, ...]:
     """Without the workers that are not needed for the rate."""
     return tuple(
-        min(count, max(1, _ceil(means.rate * service * spare))) if service else count
-        for count, service in zip(workers, means.services, strict=True)
+        min(count, max(1, _ceil(rate * service * spare))) if service else count
+        for count, service in zip(workers, services, strict=True)
     )
 
 

@@ -68,9 +68,7 @@ def move_in(
 ) -> None:
     """Adds all blocks with their numbers to the core, in order; with several ranks, with rank 0's numbers.
 
-    Tables get rank 0's numbers, too, and are otherwise left where they are.
-
-    Weights that belong on the disk are moved there before the next block is added.
+    Tables get rank 0's numbers, too. Weights that belong on the disk are moved there before the next block is added.
 
     Raises:
         WeightsError, BuildDiffers: parameters on meta could not be filled. Parameters filled before have their correct
@@ -78,6 +76,8 @@ def move_in(
         RankFailed: another rank has failed.
     """
     blocks = layout.blocks
+    if spilling is not None:
+        _move_tables_in(model, layout, replicas, spilling)
     groups = _groups(model, blocks, None if spilling is None else spilling.room_to_move_in)
     lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lacking and not blocks:
@@ -92,10 +92,26 @@ def move_in(
             spilling.block_added(index)
         if groups:
             give_back_freed()
-    if replicas is not None:
+    if replicas is not None and spilling is None:
         for table in layout.tables:
-            rows = max(1, _SENT_BYTES * len(table.weight) // table.weight.nbytes)
-            replicas.follow_first(torch.split(table.weight.detach(), rows))
+            _follow_first(replicas, table.weight)
+
+
+def _move_tables_in(model: nn.Module, layout: Layout, replicas: Replicas | None, spilling: Spilling) -> None:
+    """Fills tables and moves them to their home, one after the other."""
+    for table in layout.tables:
+        if table.weight.is_meta:
+            _together(replicas, model, [table.name])
+        if replicas is not None:
+            _follow_first(replicas, table.weight)
+        spilling.table_filled(table.weight)
+        give_back_freed()
+
+
+def _follow_first(replicas: Replicas, weight: nn.Parameter) -> None:
+    """Gives a table rank 0's numbers."""
+    rows = max(1, _SENT_BYTES * len(weight) // weight.nbytes)
+    replicas.follow_first(torch.split(weight.detach(), rows))
 
 
 def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list[list[str]]:

@@ -1,5 +1,6 @@
 """Chooses the tensors of a model whose home is the disk, so that the host stays within its budget.
 
+Tables of which rows move go there first: a step reads and writes the rows that it needs, not the table.
 Optimizer state goes to the disk first, then gradients, then weights, each for as many blocks as necessary. The blocks
 that an update reaches last go first.
 
@@ -23,17 +24,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_ext import _C
-from hydra_ext.blocks import Layout
+from hydra_ext.blocks import Layout, Table
 from hydra_ext.errors import HostBudgetTooSmall, InvalidArgument, SpillError
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import parse_bytes
 from hydra_ext.runtime.placement.host_memory import memory_limit
+
+if TYPE_CHECKING:
+    from hydra_ext.tables.disk_home import DiskHome
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +173,7 @@ def _choose_beside(share: int, blocks: Sequence[BlockSizes], budget: int, *, fil
 
 
 def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: int) -> SpillPlan:
-    held = sum(each.weights + sum(each.gradients) + sum(each.state) + each.stays for each in blocks)
+    held = sum(map(_whole, blocks))
     update = leaving = fill = 0
     for number, sizes in enumerate(blocks):
         there = {kind: _on_disk(sizes, kind) if number in chosen else 0 for kind, chosen in spilled.items()}
@@ -188,7 +192,12 @@ def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: 
     )
 
 
+_STEPS_MADE_BYTES = 4  # of each row of a table: how many steps it has made
 _GRADIENTS_UNDER_WAY = 3  # one block's gradients arrive, another's wait, and a third's are written
+
+
+def _whole(sizes: BlockSizes) -> int:
+    return sizes.weights + sum(sizes.gradients) + sum(sizes.state) + sizes.stays
 
 
 def _parts(sizes: BlockSizes, kind: str) -> list[int]:
@@ -254,8 +263,28 @@ def _warn_of_a_slow_disk(folder: Path, clock: Callable[[], float] = time.monoton
         )
 
 
+def tables_to_spill(sizes: Sequence[int], over: int) -> list[int]:
+    """The tables that go to the disk, the largest ones first, since a step needs few rows of each.
+
+    Args:
+        sizes: Bytes of each table with its state.
+        over: Bytes by which the host would hold more than its budget if all stayed.
+    """
+    chosen: list[int] = []
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        if over <= 0:
+            break
+        if sizes[number] >= _C.DISK_LEAST_BYTES:
+            chosen.append(number)
+            over -= sizes[number]
+    return chosen
+
+
 class Spilling:
     """Moves tensors of one run to the disk, by a :class:`SpillPlan`.
+
+    Attributes:
+        tables: Weights of which rows move and whose home is the disk, and where they are there.
 
     Args:
         core: Core of the model, to which the blocks may not have been added yet.
@@ -283,16 +312,18 @@ class Spilling:
         saved_leave: bool,
     ) -> None:
         self._core = core
+        self._limit = limit
         self._optimizer = optimizer
         self._names = [block.name for block in layout.blocks]
         self._parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
         state = {} if optimizer is None else optimizer.state_sizes()
         self._gradients_stay = gradients_stay
         sizes = [self._sizes(block, state, slot_bytes(block)) for block in range(len(layout.blocks))]
-        self._limit = limit
         share = min(limit.budget // _SAVED_SHARE, _C.STASH_WORKING_BYTES) if saved_leave else 0
+        held = self._take_tables(layout.tables, state, sum(map(_whole, sizes)) + share)
+        sizes.append(BlockSizes(weights=0, staging=0, gradients=(), state=(), stays=held))
         self.plan = _choose_beside(share, sizes, limit.budget, fills=core.homes.disk.fills)
-        stay = sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
+        stay = held + sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
         self._room = limit.budget - stay
         self._block_of: dict[Tensor, int] = {
             parameter: block for block in self.plan.state for parameter in self._parameters[block]
@@ -317,6 +348,53 @@ class Spilling:
             state=tuple(size for each in parameters for size in state.get(each, ())),
             stays=sum(trained) if self._gradients_stay else 0,
         )
+
+    def _take_tables(self, tables: Sequence[Table], state: Mapping[Tensor, Sequence[int]], others: int) -> int:
+        """Makes room on the disk for tables that leave the host. Returns the bytes that tables keep there.
+
+        Args:
+            others: Bytes of all else.
+        """
+        self.tables: dict[nn.Parameter, DiskHome] = {}
+        if not tables:
+            return 0
+        from hydra_ext.tables.disk_home import DiskHome
+
+        trained = [state.get(table.weight, ()) if table.weight.requires_grad else () for table in tables]
+        sizes = [table.weight.nbytes + sum(beside) for table, beside in zip(tables, trained, strict=True)]
+        chosen = tables_to_spill(sizes, sum(sizes) + others - self._limit.budget)
+        _expect_room(self._limit.folder, sum(sizes[number] for number in chosen))
+        for number in chosen:
+            weight, tensors = tables[number].weight, 1 + len(trained[number])
+            self.tables[weight] = DiskHome(weight, tensors, str(self._limit.folder), self._limit.files)
+            sizes[number] = len(weight) * (_C.ROW_NOTES_BYTES * tensors + _STEPS_MADE_BYTES)
+        return sum(sizes)
+
+    def table_filled(self, weight: nn.Parameter) -> None:
+        """Called when a table has its numbers: moves them to the disk if that is its home."""
+        if weight in self.tables:
+            self.tables[weight].leave(weight)
+
+    def bring_tables_home(self) -> None:
+        for home in self.tables.values():
+            home.close()
+
+    def overwrite_table(self, tensor: Tensor) -> None:
+        """Called before a tensor of a checkpoint is written to one of the model, whatever has become of that."""
+        for weight, home in self.tables.items():
+            if weight is tensor:
+                home.overwrite(tensor)
+
+    def send_tables(self) -> None:
+        """Moves what a checkpoint was read into back to the disk."""
+        for weight, home in self.tables.items():
+            beside = [] if self._optimizer is None else self._optimizer.tensors_beside(weight)
+            home.leave_if_possible([weight, *beside])
+
+    def copy_of_table(self, tensor: Tensor) -> Tensor | None:
+        """A copy of a weight or a moment that is on the disk by rows; None if it is not."""
+        copies = (home.copy(tensor) for home in self.tables.values() if home.is_away(tensor))
+        return next(copies, None)
 
     @property
     def budget(self) -> int:

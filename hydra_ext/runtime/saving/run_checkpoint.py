@@ -66,12 +66,13 @@ class RunCheckpoint:
         files: Interface for all file operations.
         gradients_used: Whether a step of the optimizer has used the gradients since the last backward.
         reads_the_disk: Whether a save or load is under way, which reads tensors at home on the disk block by block.
+        overwrites: Whether a load is under way, for which rows of tables need not be up to date, or be there at all.
     """
 
     def __init__(self, run: CheckpointOwner, saving: Saving | None, spilling: Spilling | None) -> None:
         self.files = Files()
         self.gradients_used = True
-        self.reads_the_disk = False
+        self.reads_the_disk = self.overwrites = False
         self._owner = weakref.ref(run)  # a reference would be a cycle: the run refers to this object
         self._saving = saving
         self._spilling = spilling
@@ -89,6 +90,7 @@ class RunCheckpoint:
     def load(self, path: Path, helpers: Helpers, *, strict: bool) -> Loaded | None:
         training = self._training("run.load", helpers)
         with self._reading_the_disk():
+            self.overwrites = True
             return self._load(path, training, strict=strict)
 
     def _load(self, path: Path, training: Training, *, strict: bool) -> Loaded | None:
@@ -209,7 +211,7 @@ class RunCheckpoint:
         try:
             yield
         finally:
-            self.reads_the_disk = False
+            self.reads_the_disk = self.overwrites = False
 
     def _training(self, asked: str, helpers: Helpers) -> Training:
         from hydra_ext.runtime.saving.snapshot import Training

@@ -129,18 +129,20 @@ def take(training: Training, passing: Passing, *, step: int, extra: Any) -> Cont
     for name, helper in training.alike.items():
         content[name] = helper_state.capture(helper, name, encoder)
     sections["training"] = [[entry] for entry in encoder.entries]
-    found = {section: [_where_it_is(group, training.core) for group in groups] for section, groups in sections.items()}
+    found = {section: [_where_it_is(group, training) for group in groups] for section, groups in sections.items()}
     return Contents(step, found, model_state.ties(tensors), content, model_state.texts(training.model))
 
 
-def _where_it_is(group: Sequence[Entry], core: _C.PagedModel | None) -> list[Entry]:
+def _where_it_is(group: Sequence[Entry], training: Training) -> list[Entry]:
     """The entries, changed to read a tensor whose home is the disk from there at its turn, without moving it."""
+    core, spilling = training.core, training.spilling
     if core is None:
         return list(group)
 
     def fetched(fetch: Callable[[], Tensor]) -> Tensor:
         tensor = fetch()
-        copy = core.moves.read_from_disk(tensor)
+        copy = None if spilling is None else spilling.copy_of_table(tensor)
+        copy = core.moves.read_from_disk(tensor) if copy is None else copy
         return tensor if copy is None else copy
 
     return [replace(entry, fetch=partial(fetched, entry.fetch)) for entry in group]
@@ -250,8 +252,14 @@ class Return:
         training = self._training
         self._loader.restore()
         with _moving_on(training) as put:
+
+            def overwrite(tensor: Tensor) -> None:
+                put(tensor)
+                if training.spilling is not None:
+                    training.spilling.overwrite_table(tensor)
+
             parameters = training.model.parameters()
-            self._saved.put(lambda: self._put_optimizer(put), parameters, training.device, put=put)
+            self._saved.put(lambda: self._put_optimizer(put), parameters, training.device, put=overwrite)
 
     def _put_optimizer(self, put: Callable[[Tensor], None]) -> None:
         optimizer, reader = self._training.optimizer, self._reader
@@ -275,10 +283,13 @@ def _moving_on(training: Training) -> Iterator[Callable[[Tensor], None]]:
         if block is not None and latest[-1:] != [block]:
             settle()
             latest.append(block)
+        if training.spilling is not None:
+            training.spilling.send_tables()
 
     def settle() -> None:
         if training.spilling is not None:
             training.spilling.settle(latest[-1:])
+            training.spilling.send_tables()
 
     yield put
     settle()

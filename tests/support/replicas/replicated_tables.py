@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class TableJob:
         early: Whether a backward of its own, without synchronisation, comes before each step; on the first rank it
             uses both tables.
         options: Of the model.
+        spills: Whether the tables are at home on the disk.
     """
 
     sparse: bool = True
@@ -77,6 +79,7 @@ class TableJob:
     budget: int = BUDGET
     options: dict[str, Any] = field(default_factory=dict)
     step: dict[str, Any] = field(default_factory=dict)
+    spills: bool = False
 
     def make(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -135,8 +138,9 @@ def train_offloaded(rank: int, job: TableJob) -> Seen:
     """Trains with rows on the device, from another model on each rank."""
     model = job.make(5 + rank)
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
-    seen = Seen()
-    with hydra_ext.offload(model, optimizer, budget=job.budget, device=hydra_ext.SimulatedDevice(poison=True)) as run:
+    seen, device = Seen(), hydra_ext.SimulatedDevice(poison=True)
+    home: dict[str, Any] = {"host_budget": 320_000, "spill_dir": tempfile.gettempdir()} if job.spills else {}
+    with hydra_ext.offload(model, optimizer, budget=job.budget, device=device, **home) as run:
         for group in job.given(rank):
             if job.way == "step":
                 out = run.step(group, lambda batch: job.loss(model, batch), max_norm=job.max_norm, **job.step)
