@@ -243,6 +243,13 @@ class DiskHome:
                 place.is_zero = False
             _C.write_rows([place.file for place, _ in here], rows, [its for _, its in here], made, now)
 
+    def read_ahead(self, rows: Tensor) -> None:
+        """Has the system read these rows of all tensors that are here, and returns at once."""
+        with self._inside():
+            for place in self._places:
+                if place.is_away:
+                    place.file.read_ahead(rows)
+
     def blank(self, tensor: Tensor, rows: Tensor) -> Tensor:
         """Which of the rows are known to be zeros, without reading them: bool, one for each."""
         with self._inside():

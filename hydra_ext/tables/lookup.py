@@ -275,6 +275,15 @@ class TableRows:
         with torch._C.DisableTorchFunctionSubclass():
             return self.host.detach()
 
+    def looks_up(self, module: nn.Module) -> bool:
+        return any(module is each for each in self._table.modules)
+
+    def read_ahead(self, indices: Tensor) -> None:
+        """Has the system read the rows with these indices, if they are on the disk."""
+        if self.disk is not None:
+            rows, _ = self._numbered(indices, IndexError, padding_idx=None)
+            self.disk.read_ahead(rows)
+
     def write(self, rows: Tensor, numbers: Tensor) -> None:
         """Writes rows that are up to date."""
         known = not self.was_written
