@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from hydra_ext.construction import materialize
     from hydra_ext.fleet import Fleet, Job
     from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
+    from hydra_ext.runtime.placement.reading_ahead import read_ahead
     from hydra_ext.runtime.placement.sharing import SharedDevice, SharedReport
     from hydra_ext.runtime.reporting.figures import StepFigures
     from hydra_ext.runtime.rounds.step import StepOutput
-    from hydra_ext.tables.reading_ahead import read_ahead
 
 __all__ = [
     "Auto",
@@ -82,7 +82,7 @@ _ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
     "StepFigures": "hydra_ext.runtime.reporting.figures",
     "StepOutput": "hydra_ext.runtime.rounds.step",
     "materialize": "hydra_ext.construction",
-    "read_ahead": "hydra_ext.tables.reading_ahead",
+    "read_ahead": "hydra_ext.runtime.placement.reading_ahead",
 }
 
 

@@ -83,9 +83,9 @@ class TableRows:
             self.steps = RowSteps(host, self.disk)
             by_rows.mark(host, self.steps.come_home)
         if self.disk is not None:
-            self.disk.leave(host)
+            self.disk.leave(host, strict=True)
             if self.steps is not None and isinstance(optimizer, HostOptimizer):
-                self.disk.leave_if_possible(optimizer.tensors_beside(host))
+                self.disk.leave(*optimizer.tensors_beside(host), strict=False)
 
     def _watch_sums(self) -> None:
         if self._sums is None and self.host.requires_grad:
