@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tables.conftest import HOST_BUDGET
 from torch import Tensor, nn
 
 import hydra_ext
@@ -23,7 +22,7 @@ from hydra_ext.errors import HostBudgetTooSmall, InvalidArgument, SpillError
 from hydra_ext.optim import SGD, Adam, AdamW
 from hydra_ext.runtime.placement.spilling import tables_to_spill
 from support import larger_tables
-from support.tables import BUDGET, ROWS, WIDTH, Recommender, batches, bits, rows_of
+from support.tables import BUDGET, HOST_BUDGET, ROWS, WIDTH, Recommender, batches, bits, rows_of
 
 ROW = 4 * WIDTH
 TABLE = ROWS * ROW
