@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hydra_ext.construction import materialize
     from hydra_ext.fleet import Fleet, Job
     from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
+    from hydra_ext.runtime.placement.reading_ahead import read_ahead
     from hydra_ext.runtime.placement.sharing import SharedDevice, SharedReport
     from hydra_ext.runtime.reporting.figures import StepFigures
     from hydra_ext.runtime.rounds.step import StepOutput
@@ -60,6 +61,7 @@ __all__ = [
     "offload",
     "optim",
     "plan",
+    "read_ahead",
     "schedule",
     "stash",
     "tiled",
@@ -80,6 +82,7 @@ _ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
     "StepFigures": "hydra_ext.runtime.reporting.figures",
     "StepOutput": "hydra_ext.runtime.rounds.step",
     "materialize": "hydra_ext.construction",
+    "read_ahead": "hydra_ext.runtime.placement.reading_ahead",
 }
 
 

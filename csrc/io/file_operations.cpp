@@ -58,6 +58,10 @@ class SystemFiles final : public FileOperations {
   }
 
   void close(int descriptor) noexcept override { ::close(descriptor); }
+
+  void will_need(int descriptor, Bytes offset, Bytes bytes) noexcept override {
+    ::posix_fadvise(descriptor, offset, bytes, POSIX_FADV_WILLNEED);
+  }
 };
 
 }  // namespace

@@ -28,6 +28,8 @@ class FileOperations {
   virtual ssize_t read(int descriptor, void* data, Bytes bytes, Bytes offset) = 0;
   virtual ssize_t write(int descriptor, const void* data, Bytes bytes, Bytes offset) = 0;
   virtual void close(int descriptor) noexcept = 0;
+  /// Has the system read bytes into its cache soon. Nothing depends on it, so that there is nothing to fail.
+  virtual void will_need(int, Bytes, Bytes) noexcept {}
 };
 
 /// The system calls themselves. The object lives until the process ends.

@@ -60,6 +60,11 @@ void RowFile::read(std::span<const std::int64_t> rows, std::byte* to) {
   read_ += static_cast<Bytes>(rows.size()) * row_bytes_;
 }
 
+void RowFile::read_ahead(std::span<const std::int64_t> rows) const {
+  expect_rows(rows);
+  in_runs(rows, [&](Bytes offset, Bytes bytes, Bytes) { file_.read_ahead(bytes, offset); });
+}
+
 void RowFile::begin_write(std::span<const std::int64_t> rows, const std::byte* from) {
   for (const std::int64_t row : rows) {
     states_[static_cast<std::size_t>(row)] = RowState::kLost;

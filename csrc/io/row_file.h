@@ -33,6 +33,8 @@ class RowFile {
   /// Reads rows, one behind the other. Throws SpillError if the disk fails or the bytes are not those of the last
   /// write.
   void read(std::span<const std::int64_t> rows, std::byte* to);
+  /// Has the system read rows soon, so that read() need not wait for the disk. Returns at once.
+  void read_ahead(std::span<const std::int64_t> rows) const;
   /// Writes rows, each named once. Throws SpillError if the disk fails: then all of them are lost.
   void write(std::span<const std::int64_t> rows, const std::byte* from);
   /// Writes the same rows of several files, which belong together: if the disk fails, all of them are lost in all

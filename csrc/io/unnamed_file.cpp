@@ -129,6 +129,11 @@ void UnnamedFile::write(const void* data, Bytes bytes, Bytes offset) {
            [&](Bytes done, Bytes left) { return files_.write(descriptor_, from + done, left, offset + done); });
 }
 
+void UnnamedFile::read_ahead(Bytes bytes, Bytes offset) const {
+  home_.expect_here();
+  files_.will_need(descriptor_, offset, bytes);
+}
+
 void UnnamedFile::read(void* data, Bytes bytes, Bytes offset) {
   auto* const to = static_cast<std::byte*>(data);
   transfer(bytes, "reading",

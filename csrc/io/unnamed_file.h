@@ -36,6 +36,8 @@ class UnnamedFile {
   Bytes bytes() const noexcept { return bytes_; }
   void write(const void* data, Bytes bytes, Bytes offset);
   void read(void* data, Bytes bytes, Bytes offset);
+  /// Has the system read bytes into its cache soon. Returns at once.
+  void read_ahead(Bytes bytes, Bytes offset) const;
 
   const std::string& folder() const noexcept { return folder_; }
   /// Throws StateError in a forked child.

@@ -26,7 +26,7 @@ void FaultyFiles::reset() {
   const std::lock_guard lock(mutex_);
   rules_.clear();
   counts_ = {};
-  met_ = 0;
+  met_ = hints_ = 0;
 }
 
 std::int64_t FaultyFiles::count(FileOperation operation) const {
@@ -98,5 +98,18 @@ ssize_t FaultyFiles::write(int descriptor, const void* data, Bytes bytes, Bytes 
 }
 
 void FaultyFiles::close(int descriptor) noexcept { files_.close(descriptor); }
+
+void FaultyFiles::will_need(int descriptor, Bytes offset, Bytes bytes) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    ++hints_;
+  }
+  files_.will_need(descriptor, offset, bytes);
+}
+
+std::int64_t FaultyFiles::hints() const {
+  const std::lock_guard lock(mutex_);
+  return hints_;
+}
 
 }  // namespace hydra::testing

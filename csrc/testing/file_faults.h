@@ -41,6 +41,9 @@ class FaultyFiles final : public FileOperations {
   ssize_t read(int descriptor, void* data, Bytes bytes, Bytes offset) override;
   ssize_t write(int descriptor, const void* data, Bytes bytes, Bytes offset) override;
   void close(int descriptor) noexcept override;
+  void will_need(int descriptor, Bytes offset, Bytes bytes) noexcept override;
+  /// Calls of will_need() since construction or reset().
+  std::int64_t hints() const;
 
  private:
   struct Rule {
@@ -58,6 +61,7 @@ class FaultyFiles final : public FileOperations {
   std::vector<Rule> rules_;
   std::array<std::int64_t, 5> counts_{};
   std::int64_t met_ = 0;
+  std::int64_t hints_ = 0;
 };
 
 }  // namespace hydra::testing

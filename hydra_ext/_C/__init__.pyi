@@ -640,6 +640,10 @@ class RowFile:
         """
         Reads the rows with these numbers.
         """
+    def read_ahead(self, rows: torch.Tensor) -> None:
+        """
+        Has the system read the rows soon.
+        """
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """
         Writes the rows with these numbers, each named once.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -94,36 +94,21 @@ class DiskHome:
 
     # ---- whole tensors ----------------------------------------------------------------------------------------------
 
-    def leave(self, tensor: Tensor) -> bool:
-        """Sends a tensor's bytes to the disk. Returns whether they are there.
+    def leave(self, *tensors: Tensor, strict: bool) -> None:
+        """Sends tensors' bytes to the disk.
 
-        A tensor stays if something else, such as a view or an array, can read its memory.
+        A tensor stays if something else, such as a view or an array, can read its memory. A warning says so, and with
+        ``strict=False`` also if the disk failed.
 
         Raises:
-            SpillError: The disk failed. The tensor has its bytes on the host.
+            SpillError: The disk failed, and so ``strict``. The tensor has its bytes on the host.
         """
-        with self._inside():
-            if self._away(tensor) is not None:
-                return True
-            if not _C.is_alone(tensor):
-                self._warn("its memory has another owner (a view, a numpy array, a kept state_dict())")
-                return False
-            place = self._place_for(tensor)
-            if place is None:
-                self._warn("it has more moments than there is room for on the disk")
-                return False
-            for numbers in self.chunks():
-                place.file.write(numbers, tensor.detach()[int(numbers[0]) : int(numbers[-1]) + 1])
-            self._gone(place, tensor)  # noted before: nothing may take a tensor without bytes for one with them
-            _C.bare(tensor)
-            return True
-
-    def leave_if_possible(self, tensors: Iterable[Tensor]) -> None:
-        """The same of several. What the disk does not take stays on the host, with a warning."""
         for tensor in tensors:
             try:
-                self.leave(tensor)
+                self._leave(tensor)
             except SpillError as error:
+                if strict:
+                    raise
                 self._warn(str(error))
 
     def new(self, weight: Tensor) -> Tensor:
@@ -243,6 +228,13 @@ class DiskHome:
                 place.is_zero = False
             _C.write_rows([place.file for place, _ in here], rows, [its for _, its in here], made, now)
 
+    def read_ahead(self, rows: Tensor) -> None:
+        """Has the system read these rows of all tensors that are here, and returns at once."""
+        with self._inside():
+            for place in self._places:
+                if place.is_away:
+                    place.file.read_ahead(rows)
+
     def blank(self, tensor: Tensor, rows: Tensor) -> Tensor:
         """Which of the rows are known to be zeros, without reading them: bool, one for each."""
         with self._inside():
@@ -250,6 +242,23 @@ class DiskHome:
             return torch.zeros(len(rows), dtype=torch.bool, device="cpu") if place is None else place.file.blank(rows)
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    def _leave(self, tensor: Tensor) -> None:
+        """Sends the tensor's bytes to the disk, if nothing else can read its memory."""
+        with self._inside():
+            if self._away(tensor) is not None:
+                return
+            if not _C.is_alone(tensor):
+                self._warn("its memory has another owner (a view, a numpy array, a kept state_dict())")
+                return
+            place = self._place_for(tensor)
+            if place is None:
+                self._warn("it has more moments than there is room for on the disk")
+                return
+            for numbers in self.chunks():
+                place.file.write(numbers, tensor.detach()[int(numbers[0]) : int(numbers[-1]) + 1])
+            self._gone(place, tensor)  # noted before: nothing may take a tensor without bytes for one with them
+            _C.bare(tensor)
 
     def _come(self, tensor: Tensor) -> None:
         """Brings a tensor's bytes to the host, with all rows up to date.

@@ -83,9 +83,9 @@ class TableRows:
             self.steps = RowSteps(host, self.disk)
             by_rows.mark(host, self.steps.come_home)
         if self.disk is not None:
-            self.disk.leave(host)
+            self.disk.leave(host, strict=True)
             if self.steps is not None and isinstance(optimizer, HostOptimizer):
-                self.disk.leave_if_possible(optimizer.tensors_beside(host))
+                self.disk.leave(*optimizer.tensors_beside(host), strict=False)
 
     def _watch_sums(self) -> None:
         if self._sums is None and self.host.requires_grad:
@@ -274,6 +274,15 @@ class TableRows:
         """The table as it lies on the host: rows may have missed steps, or be on the disk."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.host.detach()
+
+    def looks_up(self, module: nn.Module) -> bool:
+        return any(module is each for each in self._table.modules)
+
+    def read_ahead(self, indices: Tensor) -> None:
+        """Has the system read the rows with these indices, if they are on the disk."""
+        if self.disk is not None:
+            rows, _ = self._numbered(indices, IndexError, padding_idx=None)
+            self.disk.read_ahead(rows)
 
     def write(self, rows: Tensor, numbers: Tensor) -> None:
         """Writes rows that are up to date."""

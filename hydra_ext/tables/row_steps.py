@@ -66,7 +66,7 @@ class RowSteps:
             if len(self._missed.steps) == _MOST_BEHIND or not all(map(self._is_alone, self._tensors)):
                 self.settle()
             if self._disk is not None:
-                self._disk.leave_if_possible(tensors)
+                self._disk.leave(*tensors, strict=False)
 
     def _is_alone(self, tensor: Tensor) -> bool:
         return (self._disk is not None and self._disk.is_away(tensor)) or watching.is_alone(tensor)

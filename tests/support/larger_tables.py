@@ -10,14 +10,13 @@ import gc
 import hashlib
 import json
 import os
-import resource
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.checkpoint.checkpoint_memory import growth, status
+from support.checkpoint.checkpoint_memory import growth
+from support.runtime.larger_than_host import limit_address_space, outcome_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,8 +28,6 @@ HOST_BUDGET = WHOLE // 12
 DEVICE_BUDGET = 2**22  # the device's memory is host memory, too
 MOST = HOST_BUDGET + DEVICE_BUDGET + TABLE  # a table is filled as a whole
 ROOM = MOST + TABLE + 10 * 2**20  # of address space: copies of the tensor that is hashed, stacks, small pieces
-THREADS = 8  # threads of the run and of autograd
-_STACK = 2**20  # bytes of a thread's stack, which count fully as address space
 
 
 @dataclass
@@ -54,21 +51,7 @@ class Outcome:
 
 def observe(folder: Path | None) -> Outcome:
     """Trains from the disk, with only as much address space as the budgets allow; or plainly without a folder."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.larger_tables", *([str(folder)] if folder else [])],
-        # Otherwise malloc keeps freed memory, in an amount that depends on the past, and maps memory for threads.
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "MALLOC_MMAP_THRESHOLD_": "16384",
-            "MALLOC_ARENA_MAX": "1",
-        },
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.RLIM_INFINITY)),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+    return Outcome(**outcome_of("support.larger_tables", folder))
 
 
 def _build(tables: int, rows: int) -> nn.Module:
@@ -166,7 +149,7 @@ def _main() -> None:
     _from_disk(folder, TABLES, ROWS // 4, 2)  # makes libraries and the engine allocate their permanent memory
     _open.pop().__exit__(None, None, None)
     gc.collect()
-    resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + ROOM + THREADS * _STACK, resource.RLIM_INFINITY))
+    limit_address_space(ROOM)
     found: list[Outcome] = []
     peak = growth(lambda: found.append(_from_disk(folder, TABLES, ROWS, STEPS)))
     print(json.dumps({**asdict(found[0]), "peak": peak}), flush=True)

@@ -16,6 +16,7 @@ from hydra_ext import Report, Run
 ROWS, WIDTH = 7000, 16
 BATCH = 16
 BUDGET = ROWS * WIDTH * 4 // 10  # a tenth of one table
+HOST_BUDGET = 320_000  # below one table, and above what is kept of the rows of two
 Batch = dict[str, Any]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-HOST_BUDGET = 320_000  # below one table of support.tables.Recommender, and above what is kept of the rows of two
+from support.tables import HOST_BUDGET
 
 
 @pytest.fixture(params=["host", "disk"])

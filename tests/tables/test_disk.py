@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from tables.conftest import HOST_BUDGET
 from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import _C, Run
-from hydra_ext.errors import HostBudgetTooSmall, SpillError
+from hydra_ext.errors import HostBudgetTooSmall, InvalidArgument, SpillError
 from hydra_ext.optim import SGD, Adam, AdamW
 from hydra_ext.runtime.placement.spilling import tables_to_spill
 from support import larger_tables
-from support.tables import BUDGET, ROWS, WIDTH, Recommender, batches, bits, rows_of
+from support.tables import BUDGET, HOST_BUDGET, ROWS, WIDTH, Recommender, batches, bits, rows_of
 
 ROW = 4 * WIDTH
 TABLE = ROWS * ROW
@@ -284,6 +283,34 @@ def test_the_files_end_with_the_context(tmp_path: Path) -> None:
     assert after is not None
     assert after.disk.nbytes == 0
     assert after.disk.read_bytes >= before.disk.read_bytes + 6 * TABLE
+
+
+def test_rows_are_read_ahead_and_no_number_changes(tmp_path: Path) -> None:
+    plain, model, files = model_of(), model_of(), Faults()
+    optimizers = [AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    given = batches(4)
+    hints = []
+    with offloaded(model, optimizers[1], tmp_path, files) as run:
+        for number, batch in enumerate(given):
+            for later in given[number + 1 : number + 2]:
+                before = files.hints()
+                hydra_ext.read_ahead({model.one: later["one"], model.bags: later["indices"]})
+                hints.append(files.hints() - before)
+            moved = run.report().tables.disk.read_bytes  # type: ignore[union-attr]
+            assert step(model, optimizers[1], batch).equal(step(plain, optimizers[0], batch))
+            assert run.report().tables.disk.read_bytes > moved  # type: ignore[union-attr]
+    assert hints[0] >= 2, "of the weights alone, before the first step"
+    assert min(hints[1:]) >= 6
+    hydra_ext.read_ahead({model.one: given[0]["one"]})  # outside there is nothing to do
+
+
+def test_what_cannot_be_read_ahead_is_told(tmp_path: Path) -> None:
+    model = model_of()
+    with offloaded(model, None, tmp_path):
+        with pytest.raises(InvalidArgument, match=r"a Linear.*nn\.Embedding"):
+            hydra_ext.read_ahead({model.bottom: torch.tensor([1])})
+        with pytest.raises(IndexError, match="out of range"):
+            hydra_ext.read_ahead({model.one: torch.tensor([ROWS])})
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

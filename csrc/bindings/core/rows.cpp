@@ -92,6 +92,10 @@ void bind_row_file(py::module_& module) {
           },
           py::arg("rows"), py::arg("values"), Released(), "Writes the rows with these numbers, each named once.")
       .def(
+          "read_ahead",
+          [](const RowFile& file, const at::Tensor& rows) { file.read_ahead(numbers_of<const std::int64_t>(rows)); },
+          py::arg("rows"), Released(), "Has the system read the rows soon.")
+      .def(
           "blank",
           [](const RowFile& file, const at::Tensor& rows) {
             at::Tensor blank = at::empty(rows.sizes(), at::TensorOptions().dtype(at::kBool).device(at::kCPU));

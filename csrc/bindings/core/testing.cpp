@@ -112,7 +112,8 @@ void bind_testing(py::module_& module) {
            py::arg("persistent") = false, py::arg("error") = 0)
       .def("reset", &FaultyFiles::reset)
       .def("count", &FaultyFiles::count, py::arg("operation"))
-      .def("met", &FaultyFiles::met);
+      .def("met", &FaultyFiles::met)
+      .def("hints", &FaultyFiles::hints);
   tests.def("pretend_cuda", &pretend_cuda, "Lets torch infer devices of fake CUDA tensors in a build without CUDA.");
   tests.def("run_traffic_twin", &run_twin, py::kw_only(), py::arg("update"), py::arg("read"), py::arg("write"),
             py::arg("pool"), "Makes the memory traffic of an update without its arithmetic. Overwrites the tensors.");

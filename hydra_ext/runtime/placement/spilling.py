@@ -373,7 +373,7 @@ class Spilling:
     def table_filled(self, weight: nn.Parameter) -> None:
         """Called when a table has its numbers: moves them to the disk if that is its home."""
         if weight in self.tables:
-            self.tables[weight].leave(weight)
+            self.tables[weight].leave(weight, strict=True)
 
     def bring_tables_home(self) -> None:
         for home in self.tables.values():
@@ -389,7 +389,7 @@ class Spilling:
         """Moves what a checkpoint was read into back to the disk."""
         for weight, home in self.tables.items():
             beside = [] if self._optimizer is None else self._optimizer.tensors_beside(weight)
-            home.leave_if_possible([weight, *beside])
+            home.leave(weight, *beside, strict=False)
 
     def copy_of_table(self, tensor: Tensor) -> Tensor | None:
         """A copy of a weight or a moment that is on the disk by rows; None if it is not."""

@@ -102,6 +102,10 @@ TEST(RowFile, MovesRowsThatFollowEachOtherTogether) {
   EXPECT_EQ(files.count(FileOperation::kWrite), 1 + kRows * kRowBytes / RowFile::kTransferBytes);
   read(file, {5, 6, 7, 9, 8});
   EXPECT_EQ(files.count(FileOperation::kRead), 3);
+  const Numbers later = {50, 51, 60};
+  file.read_ahead(later);
+  EXPECT_EQ(files.hints(), 2);
+  EXPECT_EQ(files.count(FileOperation::kRead), 3);
 }
 
 TEST(RowFile, NoticesADamagedRowAndAWriteThatNeverArrived) {

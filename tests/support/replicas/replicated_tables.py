@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hydra_ext
 from hydra_ext import optim
-from support.tables import BUDGET, ROWS, WIDTH, Batch, Recommender, batches, copied, parts
+from support.tables import BUDGET, HOST_BUDGET, ROWS, WIDTH, Batch, Recommender, batches, copied, parts
 
 Step = list[Batch]
 
@@ -139,7 +139,7 @@ def train_offloaded(rank: int, job: TableJob) -> Seen:
     model = job.make(5 + rank)
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     seen, device = Seen(), hydra_ext.SimulatedDevice(poison=True)
-    home: dict[str, Any] = {"host_budget": 320_000, "spill_dir": tempfile.gettempdir()} if job.spills else {}
+    home: dict[str, Any] = {"host_budget": HOST_BUDGET, "spill_dir": tempfile.gettempdir()} if job.spills else {}
     with hydra_ext.offload(model, optimizer, budget=job.budget, device=device, **home) as run:
         for group in job.given(rank):
             if job.way == "step":

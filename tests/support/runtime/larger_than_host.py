@@ -62,8 +62,13 @@ class Outcome:
 
 def observe(folder: Path | None) -> Outcome:
     """Trains from the disk, with only as much address space as the budgets allow; or plainly without a folder."""
+    return Outcome(**outcome_of("support.runtime.larger_than_host", folder))
+
+
+def outcome_of(module: str, folder: Path | None) -> dict[str, Any]:
+    """Runs a module in a process of its own, whose memory is as it says. Returns the JSON of its last line."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.runtime.larger_than_host", *([str(folder)] if folder else [])],
+        [sys.executable, "-W", "ignore", "-m", module, *([str(folder)] if folder else [])],
         # Otherwise malloc keeps freed memory, in an amount that depends on the past, and maps memory for threads. What
         # the layers save is 24 KiB each: glibc does not use a freed block of theirs for another one beside it.
         env={
@@ -77,7 +82,13 @@ def observe(folder: Path | None) -> Outcome:
         text=True,
         check=True,
     )
-    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def limit_address_space(room: int) -> None:
+    """Makes it an error to map more than so many bytes beyond what is mapped now."""
+    most = status("VmSize") + room + THREADS * _STACK
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def _build(width: int, depth: int) -> nn.Sequential:
@@ -189,8 +200,7 @@ def _main() -> None:
     folder = Path(sys.argv[1])
     _warm_up(folder)
     gc.collect()
-    room = HOST_BUDGET + DEVICE_BUDGET + CONSTANT + THREADS * _STACK
-    resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + room, resource.RLIM_INFINITY))
+    limit_address_space(HOST_BUDGET + DEVICE_BUDGET + CONSTANT)
     found: list[Outcome] = []
     peak = growth(lambda: found.append(_from_disk(folder)))
     print(json.dumps({**asdict(found[0]), "peak": peak}), flush=True)
