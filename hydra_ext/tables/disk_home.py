@@ -35,7 +35,6 @@ class _Place:
         self.file = file
         self.tensor: weakref.ref[Tensor] | None = None
         self.is_away = False
-        self.is_zero = True  # all of its rows are
 
     def held(self) -> Tensor | None:
         return None if self.tensor is None else self.tensor()
@@ -118,11 +117,10 @@ class DiskHome:
             place = self._place_for(made)
             if place is None:
                 return torch.zeros_like(weight)
-            if not place.is_zero:
-                for numbers in self.chunks():
+            for numbers in self.chunks():
+                if not bool(place.file.blank(numbers).all()):  # rows of a tensor that had this place before
                     place.file.write(numbers, torch.zeros(len(numbers), self._row_bytes // 4, device="cpu"))
             self._gone(place, made)
-            place.is_zero = True
             return made
 
     def overwrite(self, tensor: Tensor) -> None:
@@ -204,7 +202,6 @@ class DiskHome:
             if place is None:
                 tensor.detach().index_copy_(0, rows, values)
             else:
-                place.is_zero = False
                 place.file.write(rows, values.contiguous())
 
     def put_step(
@@ -224,8 +221,6 @@ class DiskHome:
                 if place is None:
                     tensor.detach().index_copy_(0, rows, its_values)
             here = [(place, its) for place, its in zip(places, values, strict=True) if place is not None]
-            for place, _ in here:
-                place.is_zero = False
             _C.write_rows([place.file for place, _ in here], rows, [its for _, its in here], made, now)
 
     def read_ahead(self, rows: Tensor) -> None:
@@ -294,7 +289,7 @@ class DiskHome:
         return place
 
     def _gone(self, place: _Place, tensor: Tensor) -> None:
-        place.is_away, place.is_zero = True, False
+        place.is_away = True
         self.watch(tensor)
 
     def _come_to(self, reference: weakref.ref[Tensor]) -> None:

@@ -21,6 +21,7 @@ from hydra_ext import _C, Run
 from hydra_ext.errors import HostBudgetTooSmall, InvalidArgument, SpillError
 from hydra_ext.optim import SGD, Adam, AdamW
 from hydra_ext.runtime.placement.spilling import tables_to_spill
+from hydra_ext.tables.disk_home import DiskHome
 from support import larger_tables
 from support.tables import BUDGET, HOST_BUDGET, ROWS, WIDTH, Recommender, batches, bits, rows_of
 
@@ -337,6 +338,20 @@ def test_a_budget_below_what_is_kept_of_rows_says_what_is_needed(tmp_path: Path)
         pass
     with offloaded(model, optimizer, tmp_path, host_budget=caught.value.needed):
         step(model, optimizer, batches(1)[0])
+
+
+def test_what_a_failed_move_has_left_is_in_no_new_moment(tmp_path: Path) -> None:
+    files = Faults()
+    weight = torch.rand(40_000, 16)
+    home = DiskHome(weight, 1, str(tmp_path), files)
+    moment = torch.rand(40_000, 16)
+    files.fail(FileOperation.WRITE, FileFault.ERROR, 2, error=errno.EIO)
+    with pytest.raises(SpillError):
+        home.leave(moment, strict=True)
+    assert not home.is_away(moment)
+    del moment
+    assert not home.new(weight).count_nonzero()
+    home.close()
 
 
 @pytest.mark.parametrize("fault", [FileFault.ERROR, FileFault.FLIPPED])
