@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from hydra_ext.data import ItemFigures, WorkerFigures
+from hydra_ext.data.tuning import memory
 from hydra_ext.data.tuning.rule import shed
 from hydra_ext.data.tuning.views import Consumer, StageView, View
 from hydra_ext.data.tuning.watch import Watch
@@ -97,3 +101,17 @@ def test_shedding_takes_the_largest_first_and_none_that_frees_nothing() -> None:
     assert shed(View(stages, 1.0, 0.0, 101, 100)) == (3, 1, 9)
     assert shed(View(stages, 1.0, 0.0, 165, 100)) == (1, 1, 9)
     assert shed(View(stages, 1.0, 0.0, 999, 100)) == (1, 1, 9)
+
+
+def test_what_processes_had_not_loaded_when_they_were_counted_first_is_counted_when_the_first_interval_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [0]
+    monkeypatch.setattr(memory, "libraries", lambda process: found[0])
+    watch = Watch([Stage()], workshop := Workshop(2**20), Consumer(), 2**30)
+    workshop.workers[os.getpid()] = "stage"
+    without = watch.memory()
+    found[0] = 2**40
+    assert watch.memory() < without + 2**39  # for now the cheap count is enough
+    watch.begin()
+    assert watch.memory() > without + 2**39

@@ -1,9 +1,9 @@
 """Memory that a pipeline's processes take together, as the system counts it.
 
-Counted is what the system cannot drop: each process's part of anonymous pages, and shared memory. Pages of files, such
-as libraries and mapped datasets, are not. The exact count takes milliseconds for each process. So it is asked for
-seldom. In between a cheap count says how many pages a process has mapped since. What that does not see are pages of the
-server that a worker copies because it writes to them.
+Counted is each process's part of anonymous pages, of shared memory and of libraries. Pages of other files, such as
+mapped datasets, are not: they would fill any limit, and the system drops them when it needs room. The exact count takes
+milliseconds for each process. So it is asked for seldom. In between a cheap count says how many pages a process has
+mapped since. What that does not see are pages of the server that a worker copies because it writes to them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ class Account:
         self._taken: dict[int, Taken] = {}  # when it was counted last
         self._left = 0  # what processes that have ended had in common with others, who now have more of it
         self._due = 0.0  # when all are to be counted again
+        self._libraries = 0  # bytes: hardly more with more workers, since they have them in common
+        self._libraries_due = 0.0
         self._most: dict[str, int] = {}  # bytes of one worker's own, by stage
+
+    def begin(self) -> None:
+        """Now that processes have begun, all is counted anew: before, they had not loaded their libraries."""
+        self._due = self._libraries_due = 0.0
 
     def processes(self) -> int:
         """Bytes of the processes' own memory, by a cheap count for most of the time."""
@@ -54,7 +60,7 @@ class Account:
         for process in [each for each in self._taken if each not in alive]:
             gone = self._taken.pop(process)
             self._left += gone.proportional - gone.own
-        total = self._left
+        total = self._left + self._libraries
         for process in alive:
             if process not in self._taken:
                 taken = counted(process)
@@ -75,7 +81,11 @@ class Account:
             self._note(process, taken.own)
         ended = time.perf_counter()
         self._due = ended + (ended - begun) / _SHARE
-        return sum(taken.proportional for taken in self._taken.values())
+        if ended >= self._libraries_due:
+            self._libraries = sum(map(libraries, self._taken))
+            counted_at = time.perf_counter()
+            self._libraries_due = counted_at + (counted_at - ended) / _SHARE
+        return self._libraries + sum(taken.proportional for taken in self._taken.values())
 
     def shared(self) -> int:
         """Bytes of shared memory: what is allocated for results, or more if processes share something else."""
@@ -110,6 +120,24 @@ def counted(process: int) -> Taken:
     return Taken(proportional=found["Pss_Anon"], own=own, shared=found["Pss_Shmem"], mapped=mapped(process))
 
 
+def libraries(process: int) -> int:
+    """Bytes of a process's part of files that it executes."""
+    executed, parts = set(), dict[str, int]()
+    file, part = "", 0
+    for line in _lines(process, "smaps"):
+        name, _, rest = line.partition(":")
+        if name == "Pss":
+            part = 1024 * int(rest.split()[0])
+        elif name == "Anonymous" and int(rest.split()[0]) == 0:  # else its pages are counted, nearly all of them
+            parts[file] = parts.get(file, 0) + part
+        elif "-" in name:  # the line that begins a mapping: addresses, permissions, offset, device, inode, file
+            words = line.split(maxsplit=5)
+            file = words[5] if len(words) == 6 and words[5].startswith("/") else ""
+            if "x" in words[1]:
+                executed.add(file)
+    return sum(part for file, part in parts.items() if file and file in executed)
+
+
 def mapped(process: int) -> int:
     """Bytes of a process's anonymous pages: a cheap count."""
     return _kilobytes(process, "status", ("RssAnon",))["RssAnon"]
@@ -118,9 +146,14 @@ def mapped(process: int) -> int:
 def _kilobytes(process: int, file: str, names: tuple[str, ...]) -> dict[str, int]:
     """Figures that the system gives in units of 1024 bytes, in bytes."""
     found = dict.fromkeys(names, 0)
-    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-        for line in Path(f"/proc/{process}/{file}").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name in found:
-                found[name] = 1024 * int(rest.split()[0])
+    for line in _lines(process, file):
+        name, _, rest = line.partition(":")
+        if name in found:
+            found[name] = 1024 * int(rest.split()[0])
     return found
+
+
+def _lines(process: int, file: str) -> list[str]:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        return Path(f"/proc/{process}/{file}").read_text().splitlines()
+    return []

@@ -56,6 +56,7 @@ class Watch:
         for stage, seen in zip(self._stages, self._seen, strict=True):
             figures = stage.worker_figures()
             seen.first = 0 if figures is None else figures.done
+        self._account.begin()
         self.again()
 
     def again(self) -> None:

@@ -1,7 +1,7 @@
 """Memory of worker processes, measured from another process: its arguments are a process and a file to write to.
 
-Each line is a measurement: bytes of the process, its children and theirs, without pages of files. A file with that name
-and ``.over`` behind it ends it.
+Each line is a measurement: bytes of the process, its children and theirs, as proportional set size. A file with that
+name and ``.over`` behind it ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def taken(process: int) -> int:
     with suppress(OSError):  # it has ended
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
             name, _, rest = line.partition(":")
-            if name in ("Pss_Anon", "Pss_Shmem"):
+            if name == "Pss":
                 found += 1024 * int(rest.split()[0])
     return found
 
