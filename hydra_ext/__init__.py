@@ -92,3 +92,8 @@ def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'hydra_ext' has no attribute '{name}'")
     return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Also what is imported on first use."""
+    return sorted({*globals(), *__all__})

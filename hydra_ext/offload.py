@@ -30,6 +30,7 @@ from hydra_ext.blocks import Layout, Site, block_limit, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.optim.rows import bring_to_host
+from hydra_ext.optim.wrappers import unwrapped
 from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
@@ -84,7 +85,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     Args:
         model: Any module on the CPU, or one as :func:`hydra_ext.materialize` has returned it.
-        optimizer: The optimizer of the model's parameters. None for evaluation.
+        optimizer: The optimizer of the model's parameters, also inside the wrapper of another library. None for
+            evaluation.
         budget: Device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
             ``"auto"`` is 94 % of what a GPU has free, memory that torch has reserved there included.
         device: ``"cuda"``, ``"cuda:1"``, ``"simulated"``, a :class:`SimulatedDevice`, or a :class:`SharedDevice` inside
@@ -149,6 +151,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         checks: Checks | None = None,
     ) -> None:
         _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
+        optimizer = unwrapped(optimizer)
         known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         _expect(known, "optimizer", optimizer, "a torch.optim.Optimizer; the budget has to be named, as budget=")
         _expect(_is_floating(param_dtype), "param_dtype", param_dtype, "a floating dtype, such as torch.bfloat16")

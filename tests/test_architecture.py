@@ -40,7 +40,7 @@ TORCH_INCLUDE = re.compile(r"^(ATen|c10|torch|caffe2|pybind11)/|^Python\.h$")
 # Modules and folders of hydra_ext, lowest first: each imports only from lines above its own, and from itself.
 PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_build_info", "_guard"),
-    ("policy", "tracing", "calls", "outputs"),
+    ("policy", "tracing", "calls", "outputs", "notebooks"),
     ("_C",),
     ("codec", "state"),
     ("blocks", "heads"),

@@ -39,3 +39,8 @@ def test_names_that_are_not_there_are_told_as_python_does() -> None:
 def test_errors_of_torch_keep_their_types() -> None:
     with pytest.raises(dist.DistStoreError):
         dist.HashStore().wait(["missing"], timedelta(milliseconds=1))
+
+
+def test_what_is_imported_on_first_use_is_listed_too() -> None:
+    assert set(hydra_ext.__all__) <= set(dir(hydra_ext))
+    assert dir(hydra_ext) == sorted(set(dir(hydra_ext)))

@@ -47,9 +47,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("verb", choices=list(VERBS), metavar="VERB")
     rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     rest.required = False  # otherwise a missing verb is reported as "VERB, rest"
+    parser.add_argument("--version", action="version", version="", help="say the versions of hydra_ext and its torch")
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
         parser.print_help()
+        return 0
+    if given[0] == "--version":
+        print(_version())
         return 0
     chosen = parser.parse_args(given)
 
@@ -59,10 +63,22 @@ def run(arguments: Sequence[str] | None = None) -> int:
     )
     verb.add_arguments(verb_parser)
     options = verb_parser.parse_args(chosen.rest)
+    from hydra_ext.errors import HydraError
+
     try:
         code = verb.run(options)
         sys.stdout.flush()
+    except HydraError as error:  # it says what was asked, and what to do
+        sys.stdout.flush()
+        print(f"{prog} {chosen.verb}: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the buffered rest, written at exit
         return 128 + signal.SIGPIPE
     return code
+
+
+def _version() -> str:
+    from hydra_ext import _build_info
+
+    return f"hydra-ext {_build_info.VERSION}, built for torch {_build_info.TORCH}"

@@ -10,6 +10,7 @@ from hydra_ext.data import picture
 from hydra_ext.data.stages.ahead import ItemFigures
 from hydra_ext.data.tuning.views import Interval
 from hydra_ext.data.workers.pool import WorkerFigures
+from hydra_ext.notebooks import Bar, html_of, seconds_said, size_said
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,14 @@ class LoaderReport:
         if self.tuning is not None:
             lines.append(str(self.tuning))
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        spent = {stage.name: stage.workers.seconds for stage in self.stages if stage.workers is not None}
+        bars = [Bar("work of all workers", spent, seconds_said)]
+        if self.tuning is not None and self.tuning.intervals:
+            view = self.tuning.intervals[-1].view
+            bars.append(Bar("memory", {"processes and results": view.memory}, size_said, whole=view.limit))
+        return html_of(str(self), *bars)
 
 
 def _line(stage: StageReport) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hydra_ext.notebooks import Bar, html_of, seconds_said
 from hydra_ext.pipeline.engine import Engine
 from hydra_ext.pipeline.microbatches import OwnStage
 from hydra_ext.pipeline.ranks.links import Inbox, Outbox
@@ -138,6 +139,16 @@ class PipelineReport:
         if self.device is not None:
             lines.append(str(self.device))
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        time = {
+            "computing": self.computing_seconds,
+            "waiting for activations": self.waited_for_activations_seconds,
+            "waiting for gradients": self.waited_for_gradients_seconds,
+            "waiting for reductions": self.waited_for_reductions_seconds,
+            "waiting for losses": self.waited_for_losses_seconds,
+        }
+        return html_of(str(self), Bar("time of this rank", time, seconds_said))
 
 
 def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -> PipelineReport:

@@ -166,3 +166,9 @@ def restore(root: nn.Module) -> None:
 
 def is_swapped(module: nn.Module) -> bool:
     return _CONTEXT in module.__dict__
+
+
+def context_of(module: nn.Module) -> RootContext | None:
+    """The context whose root a module is."""
+    context: RootContext | None = module.__dict__.get(_CONTEXT)
+    return context

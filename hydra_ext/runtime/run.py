@@ -29,12 +29,11 @@ from hydra_ext.runtime.placement.homes import Homes
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.reporting.figures import Callback, StepMeter, TokenCount
-from hydra_ext.runtime.reporting.live import live_line
 from hydra_ext.runtime.reporting.report import Report, make_report
 from hydra_ext.runtime.reporting.trace import Trace
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.microbatch import Microbatch, Work, checked_seeds
-from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
+from hydra_ext.runtime.rounds.step import Reduction, StepOptions, StepOutput, Stepper
 from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.arguments import tensors_in
@@ -143,13 +142,14 @@ class Run:
         reduction: Reduction = "mean",
         scaler: torch.amp.GradScaler | None = None,
         seeds: Sequence[int] | None = None,
+        update: bool = True,
     ) -> StepOutput:
         """Runs one training step over several microbatches.
 
         A step calls ``(fn(mb) / len(microbatches)).backward()`` for each microbatch, averages gradients over ranks,
-        clips them, and calls the optimizer's ``step()`` and ``zero_grad()``. Its results are bit-identical to those of
-        a loop that calls ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, sets
-        ``cache_enabled=False``. Unlike there, all microbatches pass a block before the next one is fetched.
+        clips them, and calls the optimizer's ``step()`` and ``zero_grad()``. Its bits are those of a loop that calls
+        ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, sets ``cache_enabled=False``. Unlike
+        there, all microbatches pass a block before the next one is fetched.
 
         ``fn`` runs in threads that take turns; it must not wait for another microbatch. Its side effects outside
         blocks happen in another order than in a loop, and twice if a round runs out of device memory. Such a round is
@@ -165,6 +165,7 @@ class Run:
             reduction: "mean", or "sum", which leaves out the division.
             scaler: Scaler of the losses; it may skip the step.
             seeds: Random seeds, one for each microbatch; drawn by default.
+            update: Whether to clip, step and zero. If not, the gradients wait for ``optimizer.step()`` of the caller.
 
         Raises:
             StateError: the run has no optimizer.
@@ -180,18 +181,11 @@ class Run:
             with self._averaging(IN_STEP) as averaging:
                 given.extend(microbatches)
                 of_each = checked_seeds(seeds, len(given), round_size, reduction)
-                return self._stepper.step(
-                    [Work(fn, each, len(given) if reduction == "mean" else 1, scaler) for each in given],
-                    of_each,
-                    max_norm=max_norm,
-                    round_size=round_size,
-                    recompute=recompute,
-                    reduction=reduction,
-                    scaler=scaler,
-                    averaging=averaging,
-                )
+                works = [Work(fn, each, len(given) if reduction == "mean" else 1, scaler) for each in given]
+                options = StepOptions(max_norm, round_size, recompute, reduction, scaler, update)
+                return self._stepper.step(works, of_each, options, averaging)
 
-        return self.meter.measured(given, whole)
+        return self.meter.measured(given, whole, is_whole=update)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,8 +231,7 @@ class Run:
         Args:
             callback: Function that takes the figures.
             tokens: Function that counts the tokens of one microbatch of ``run.step``, such as
-                ``lambda microbatch: microbatch["input_ids"].numel()``. It is not called in plain loops, where the run
-                does not see the microbatches.
+                ``lambda microbatch: microbatch["input_ids"].numel()``. It is not called in plain loops.
 
         Returns:
             A handle whose ``remove()`` unregisters the callback.
@@ -263,6 +256,8 @@ class Run:
             MissingDependency: stdout is a terminal, and rich is not installed.
             StateError: the run has no optimizer, and so no steps.
         """
+        from hydra_ext.runtime.reporting.live import live_line
+
         return live_line(lambda callback: self.on_step(callback, tokens=tokens))
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -357,13 +352,11 @@ class Run:
 
         Args:
             folder: Folder of checkpoints, to which another process may be saving, or a single checkpoint.
-            strict: Whether a damaged newest checkpoint raises; if False, the newest intact one is loaded, and a warning
-                is logged.
+            strict: Whether a damaged newest checkpoint raises; if False, it warns, and loads the newest intact one.
             schedule, scaler, loader: Objects that :meth:`save` was given, whose states are restored.
 
         Returns:
-            Description of the loaded checkpoint; None if there is no checkpoint or no such folder, and training
-            starts from the beginning.
+            Description of the loaded checkpoint; None if there is none, and training starts from the beginning.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or was removed before it could be read.

@@ -34,7 +34,7 @@ def test_the_demo_compares_every_step_and_draws_the_memory(tmp_path: Path) -> No
     assert [row[3] for row in rows] == ["yes", "yes", "yes"]
     assert all(row[1] == row[2] for row in rows)
     assert "All losses equal, bit for bit: True. All weights equal after training: True." in printed
-    assert size_of(picture) == (1200, 540)
+    assert size_of(picture) == (1200, 1080)
 
 
 @pytest.mark.full

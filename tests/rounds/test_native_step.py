@@ -12,8 +12,10 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import Checks, optim
+from hydra_ext.errors import StateError
 from support.benches import Outcome, assert_same
 from support.runtime.native import LAYERS, WIDTH, stack, state
+from support.runtime.outcomes import POISONED
 
 STEPS = 4
 MICROBATCHES = 3
@@ -70,6 +72,30 @@ def test_is_the_plain_loop_with_our_clipping_to_the_bit(
         assert report.refusals == report.fallbacks == 0
         assert report.evictions > 0
         assert f"updates  {STEPS} behind the next forward" in str(report)
+    assert_same(expected, seen)
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_without_an_update_the_gradients_wait_for_the_step_of_the_caller(native: bool) -> None:
+    plain, model = stack(), stack()
+    make = optim.AdamW if native else torch.optim.AdamW
+    ours, theirs = make(model.parameters(), lr=1e-2), make(plain.parameters(), lr=1e-2)
+    expected, seen, figures = loop(plain, theirs, 1e-3), list[Any](), list[hydra_ext.StepFigures]()
+    with hydra_ext.offload(model, ours, budget=budget(model), activations=None, checks=POISONED) as run:
+        run.on_step(figures.append)
+        for number, batches in enumerate(BATCHES):
+            out = run.step(list(batches), lambda batch: model(batch).pow(2).mean(), update=False)
+            assert (out.grad_norm, out.skipped, run.steps, len(figures)) == (None, False, number, number)
+            with pytest.raises(StateError, match="has a gradient that no step has used"):
+                run.save("nowhere")
+            seen += [*out.losses, optim.clip_grad_norm_(model.parameters(), 1e-3)]
+            ours.step()
+            ours.zero_grad()
+        assert run.report().rounds >= STEPS
+        with pytest.raises(ValueError, match="leave out max_norm="):
+            run.step(list(BATCHES[0]), lambda batch: model(batch).pow(2).mean(), update=False, max_norm=1.0)
+    assert [each.step for each in figures] == [1, 2, 3, 4]
     assert_same(expected, seen)
     assert_same(state(plain, theirs), state(model, ours))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from hydra_ext.integrations import byte_text
 from hydra_ext.offload import offload
 from hydra_ext.policy import Compress, Keep, Offload, parse_bytes
 
-_ACTIVATIONS: dict[str, Keep | Offload | Compress] = {"keep": Keep(), "offload": Offload(), "compress": Compress()}
+_ACTIVATIONS: dict[str | None, Any] = {None: "auto", "keep": Keep(), "offload": Offload(), "compress": Compress()}
 _LENGTH = 64
 _ROWS = 2
 
@@ -42,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=512, help="width of the model (512)")
     parser.add_argument(
         "--activations",
-        choices=_ACTIVATIONS,
-        help="policy for saved tensors; with 'compress' the numbers are near the plain ones, not equal to them",
+        choices=[name for name in _ACTIVATIONS if name],
+        help="policy for saved tensors, otherwise planned; with 'compress' the numbers are near the plain ones",
     )
     parser.add_argument("--picture", type=Path, default=Path("memory.png"), help="file of the memory picture")
 
@@ -63,7 +65,11 @@ def run(options: argparse.Namespace) -> int:
     )
     print(f"once on a device that may hold {human(parse_bytes(options.budget))} of weights, gradients, activations.\n")
     started = time.perf_counter()
-    equal = _train_both(plain, offloaded, options)
+    try:
+        equal = _train_both(plain, offloaded, options)
+    except torch.OutOfMemoryError as error:
+        print(f"hydra-ext demo: {error}", file=sys.stderr)
+        return 1
     same_weights = all(torch.equal(a, b) for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True))
     print(f"\nAll losses equal, bit for bit: {equal}. All weights equal after training: {same_weights}.")
     print(f"{time.perf_counter() - started:.1f} s; the memory picture is in {options.picture.resolve()}")
@@ -76,7 +82,7 @@ def _train_both(plain: nn.Module, offloaded: nn.Module, options: argparse.Namesp
     optimizer = torch.optim.AdamW(offloaded.parameters(), lr=1e-3)
     equal = True
     print("step  plain loss  offloaded loss  equal  peak device bytes / budget      bytes moved")
-    activations = _ACTIVATIONS.get(options.activations)
+    activations = _ACTIVATIONS[options.activations]
     with offload(offloaded, optimizer, budget=options.budget, activations=activations) as context:
         moved = 0
         for step, ids in enumerate(text):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hydra_ext.notebooks import Bar, html_of, seconds_said, size_said
 from hydra_ext.plan.pipelines.question import PipelineChoice
 
 _SHOWN = 8  # alternatives in the table
@@ -88,6 +89,10 @@ class PipelinePlan:
 
     def __str__(self) -> str:
         return "\n".join([*self._head(), "", *self._table(), "", *self._others()])
+
+    def _repr_html_(self) -> str:
+        ranks = {f"rank {rank}": size for rank, size in enumerate(self.rank_bytes)}
+        return html_of(str(self), Bar("memory of the ranks", ranks, size_said), Bar("busy", self.lanes, seconds_said))
 
     def _head(self) -> list[str]:
         lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items())

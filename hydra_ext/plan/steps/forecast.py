@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hydra_ext.notebooks import Bar, html_of, seconds_said, size_said
 from hydra_ext.plan.steps.memory import MemoryPoint
 from hydra_ext.plan.steps.timeline import StepTimeline, TreatedStep
 
@@ -141,6 +142,13 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([*self._head(), "", *self._table(), "", *self._curve_lines()])
+
+    def _repr_html_(self) -> str:
+        return html_of(
+            str(self),
+            Bar("device memory", {"needed at once": self.peak_bytes}, size_said, whole=self.budget),
+            Bar("busy in a step", self.lanes, seconds_said),
+        )
 
     def _head(self) -> list[str]:
         lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items())

@@ -211,10 +211,11 @@ class StepMeter:
         if self._listeners or self.observer is not None:
             self._begin = self._now()
 
-    def measured(self, microbatches: Sequence[Any], work: Callable[[], Result]) -> Result:
-        """Runs and measures ``work``, a whole step."""
+    def measured(self, microbatches: Sequence[Any], work: Callable[[], Result], *, is_whole: bool) -> Result:
+        """Runs and measures ``work``, a whole step, or the part of one that the caller's ``optimizer.step()`` ends."""
         self.inside = True
-        self.begin()
+        if is_whole:
+            self.begin()
         try:
             result = work()
         except BaseException:  # re-raised; a step that failed is not counted
@@ -222,7 +223,8 @@ class StepMeter:
             raise
         finally:
             self.inside = False
-        self._end(microbatches)
+        if is_whole:
+            self._end(microbatches)
         return result
 
     def update_begins(self) -> None:

@@ -179,6 +179,32 @@ class Report:
             lines += ["saved tensors", textwrap.indent(str(self.activations), "  ")]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from hydra_ext.notebooks import Bar, html_of, seconds_said, size_said
+
+        held = {
+            "weights": self.peak_weights_bytes,
+            "gradients": self.peak_gradients_bytes,
+            "activations": self.peak_activations_bytes,
+            "workspace": self.peak_workspace_bytes,
+            "buffers": self.peak_buffers_bytes,
+            "optimizer state": self.peak_optimizer_bytes,
+        }
+        waited = {
+            "weights": self.waited_for_weights_seconds,
+            "faults": self.waited_for_faults_seconds,
+            "gradients": self.waited_for_gradients_seconds,
+            "ends of windows": self.waited_at_window_end_seconds,
+            "updates": self.waited_for_updates_seconds,
+            "other ranks": self.waited_for_ranks_seconds,
+            "data": self.data.seconds,
+        }
+        return html_of(
+            str(self),
+            Bar("device memory at its peak", held, size_said, whole=self.budget_bytes),
+            Bar("waited for", waited, seconds_said),
+        )
+
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"

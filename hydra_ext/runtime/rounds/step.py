@@ -42,6 +42,18 @@ Reduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
+class StepOptions:
+    """What was asked of a step: arguments of :meth:`hydra_ext.Run.step`."""
+
+    max_norm: float | None
+    round_size: int | None
+    recompute: bool | None
+    reduction: Reduction
+    scaler: torch.amp.GradScaler | None
+    update: bool
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """The results of a step.
 
@@ -139,17 +151,15 @@ class Stepper:
         self,
         works: Sequence[Work[Any]],
         seeds: Sequence[int],
-        *,
-        max_norm: float | None,
-        round_size: int | None,
-        recompute: bool | None,
-        reduction: Reduction,
-        scaler: torch.amp.GradScaler | None,
+        options: StepOptions,
         averaging: Averaging | None,
     ) -> StepOutput:
-        optimizer = self._owner.optimizer
+        optimizer, max_norm, scaler = self._owner.optimizer, options.max_norm, options.scaler
+        round_size, recompute = options.round_size, options.recompute
         if optimizer is None:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
+        if max_norm is not None and not options.update:
+            raise ValueError("with update=False run.step leaves the gradients as they are: leave out max_norm=")
         updates = self._owner.updates if scaler is None else None  # a scaler writes to gradients after their arrival
         last = LastGradients(updates if max_norm is not None else None, averaging)
         self._recomputation.asked = recompute is True
@@ -162,14 +172,14 @@ class Stepper:
             )
             outcomes = self._all(works, seeds, round_size, recompute, last)
             self._choice.step_ended()
-            norm, skipped = self._update(optimizer, max_norm, scaler)
+            norm, skipped = self._update(optimizer, max_norm, scaler) if options.update else (None, False)
         finally:
             self._undo.ended()
             if updates is not None:
                 updates.step_ended()
         losses = torch.stack([outcome.loss for outcome in outcomes])
         return StepOutput(
-            loss=losses.mean() if reduction == "mean" else losses.sum(),
+            loss=losses.mean() if options.reduction == "mean" else losses.sum(),
             losses=losses.unbind(),
             grad_norm=norm,
             metrics=tuple(outcome.metrics for outcome in outcomes),
