@@ -18,6 +18,7 @@ from torch.autograd.variable import Variable
 
 from hydra_ext import _C
 from hydra_ext.optim.rows import dense_of
+from hydra_ext.runtime.compiled import why_absent
 from hydra_ext.runtime.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -93,12 +94,15 @@ class EngineWrapper:
                     tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
                 )
                 gradients = wanted.gradients(gradients) if gradients else gradients
-        except BaseException:
+        except BaseException as error:
             for participant in awaiting:
                 for table in participant.tables:
                     table.backward_failed()
                 participant.backward_ended(accumulated=False, failed=True)
-            raise
+            absent = why_absent(error) if isinstance(error, RuntimeError) else None
+            if absent is None:
+                raise
+            raise absent from None
         for participant in awaiting:
             participant.backward_ended(accumulated=accumulated)
         return gradients

@@ -543,6 +543,10 @@ class Run:
                     window.returns(token, list(tensors_in(output)))
                 failed = False
                 return output
+            except RuntimeError as error:
+                if (absent := compiled.why_absent(error)) is None:
+                    raise
+                raise absent from None
             finally:
                 arguments.give_back()
         finally:

@@ -57,6 +57,9 @@ def both(
     return made[1]
 
 
+# torch.compile looks at `.grad` of what it traces and hides the warning where warnings are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 FEATURES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "bf16": {"bf16": True},
@@ -73,6 +76,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"gradient_checkpointing": True},
     "groups by length": {"train_sampling_strategy": "group_by_length"},
     "epochs": {"max_steps": -1, "num_train_epochs": 2.0},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "tokens seen": {"include_num_input_tokens_seen": "all"},
     "best model": {
         "eval_strategy": "steps",
