@@ -44,7 +44,7 @@ SAMPLE   := --sample
 # Tests of every part of the package that take seconds.
 FAST     := test_architecture.py test_blocks.py test_cpp_source.py test_guard.py test_import.py test_make.py test_wheels.py \
             checkpoint/test_values.py cli/test_schedule.py codec construction/test_refusals.py data/test_places.py fleet/test_guides.py \
-            fleet/test_journal.py heads/test_unmade.py optim/test_rules.py \
+            fleet/test_journal.py heads/test_unmade.py integrations/test_versions.py optim/test_rules.py \
             parity/test_hook.py pipeline/test_plain_refusals.py plan profile/test_cuts.py pytorch/test_saved_digest.py rounds/test_norms.py \
             runtime/test_devices.py schedule/test_text.py schedule/test_verifier.py split/test_kinds.py stash/test_parts.py state \
             tables/test_refusals.py tiled/test_formats.py
