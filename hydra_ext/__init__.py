@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hydra_ext.checkpoint.loading import Loaded, load_model
     from hydra_ext.construction import materialize
     from hydra_ext.fleet import Fleet, Job
+    from hydra_ext.integrations.pretrained import from_pretrained
     from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
     from hydra_ext.runtime.placement.reading_ahead import read_ahead
     from hydra_ext.runtime.placement.sharing import SharedDevice, SharedReport
@@ -56,6 +57,7 @@ __all__ = [
     "data",
     "errors",
     "fleet",
+    "from_pretrained",
     "load_model",
     "materialize",
     "offload",
@@ -78,6 +80,7 @@ _ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
     "PipelineReport": "hydra_ext.pipeline",
     "SharedDevice": "hydra_ext.runtime.placement.sharing",
     "SharedReport": "hydra_ext.runtime.placement.sharing",
+    "from_pretrained": "hydra_ext.integrations.pretrained",
     "load_model": "hydra_ext.checkpoint.loading",
     "StepFigures": "hydra_ext.runtime.reporting.figures",
     "StepOutput": "hydra_ext.runtime.rounds.step",

@@ -408,7 +408,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
                 f"the parameter '{name}' is a {type(parameter).__name__}, a class with __slots__, whose values the "
                 "forward could not see; give the class ordinary attributes"
             )
-        reason = why_not_fillable(model, parameter) if parameter.is_meta else _C.why_not_pageable(parameter)
+        reason = why_not_fillable(parameter) if parameter.is_meta else _C.why_not_pageable(parameter)
         if reason:
             raise UnsupportedModel(f"the parameter '{name}' {reason}")
 

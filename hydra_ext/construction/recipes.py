@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_ext.construction.building import Built, build_part, move_to_meta, refuse_held, replace_contents
 from hydra_ext.construction.operations import give_back_freed
 from hydra_ext.construction.surroundings import Surroundings
-from hydra_ext.construction.weight_files import WeightFiles
+from hydra_ext.construction.weight_files import Rename, WeightFiles
 from hydra_ext.errors import BuildDiffers, InvalidArgument, InvalidDevice, ModelChanged, StateError
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a model was built. Kept beside the model, for :func:`fill`."""
+    """How a model was built. Kept beside the model's parameters, for :func:`fill`."""
 
     build: Callable[[], nn.Module]
     surroundings: Surroundings
@@ -29,14 +29,28 @@ class _Recipe:
     stored: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where a parameter's numbers come from: it has this name in the model that was built."""
+
+    recipe: _Recipe
+    name: str
+
+
 # Bytes of parameters that one run of the constructor fills when a model is filled part by part.
 GROUP_BYTES = 2 * 2**30
 _FREED_BYTES = 64 * 2**20  # most freed memory that has not been returned to the system yet
 
-_recipes: weakref.WeakKeyDictionary[nn.Module, _Recipe] = weakref.WeakKeyDictionary()
+_sources: MutableMapping[torch.Tensor, _Source] = WeakIdKeyDictionary()  # by parameter, wherever it is now
 
 
-def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
+def materialize(
+    build: Callable[[], nn.Module],
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    rename: Rename | None = None,
+    cast: bool = False,
+) -> nn.Module:
     """Builds a model whose parameters have no memory yet.
 
     :class:`hydra_ext.offload` gives them memory block by block. :class:`hydra_ext.Pipeline` gives it to the parameters
@@ -62,6 +76,8 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
         weights: A safetensors file from which parameters are filled; or a folder with ``model.safetensors``, or with
             ``model.safetensors.index.json`` and its shards. Persistent buffers are read at once. In a checkpoint's
             folder every tensor is compared with its checksum in the manifest while it is read.
+        rename: Function from a tensor's name in the files to its name in the model. None leaves the tensor out.
+        cast: Whether floating tensors of another dtype than the model's are rounded to it, as ``tensor.to()`` does.
 
     Returns:
         The model. Values that the constructor takes from parameters (buffers, branches, attributes, other parameters)
@@ -79,7 +95,7 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
             f"materialize(build={build!r}): give a function that builds the model, as in "
             "materialize(lambda: MyModel(config))"
         )
-    files = None if weights is None else WeightFiles(weights)
+    files = None if weights is None else WeightFiles(weights, rename, cast=cast)
     surroundings = Surroundings.now()
     built = build_part(build, surroundings, draw=files is None)
     model = built.model
@@ -89,7 +105,8 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
     else:
         stored = files.find(model)
         files.read({stored[name]: buffer for name, buffer in model.named_buffers() if name in stored})
-    _recipes[model] = _Recipe(build, surroundings, _without_model(built), files, stored)
+    recipe = _Recipe(build, surroundings, _without_model(built), files, stored)
+    _sources.update({parameter: _Source(recipe, name) for name, parameter in model.named_parameters()})
     return model
 
 
@@ -103,7 +120,7 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
     and of the buffers. Each call draws all numbers, so fill all wanted parameters with one call.
 
     Args:
-        model: Model that :func:`materialize` returned.
+        model: Model that :func:`materialize` returned, a part of it, or a module around it.
         names: Names as in ``named_parameters()``, tied parameters under any of theirs; None for all. Parameters that
             have memory already stay as they are.
         device: Device of the memory. Values are made on the CPU.
@@ -118,21 +135,19 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
         WeightsError: A file cannot be read any more, has changed, or its bytes do not have the checkpoint's checksums.
             Nothing was filled.
     """
-    recipe = _recipe_of(model)
+    _expect_materialized(model)
     target = _device(device)
-    wanted = _wanted(model, recipe, names)
-    if not wanted:
-        return
     with torch.inference_mode(False):
-        if recipe.files is not None:
-            _fill_from_files(recipe.files, recipe.stored, wanted, target)
-        else:
-            _fill_from_constructor(recipe, wanted, target)
+        for recipe, wanted in _wanted(model, names):
+            if recipe.files is not None:
+                _fill_from_files(recipe.files, recipe.stored, wanted, target)
+            else:
+                _fill_from_constructor(recipe, wanted, target)
 
 
-def was_materialized(model: nn.Module) -> bool:
-    """Whether :func:`materialize` returned this model, so that :func:`fill` can fill it."""
-    return model in _recipes
+def has_source(parameter: torch.Tensor) -> bool:
+    """Whether :func:`materialize` made this parameter, so that :func:`fill` can fill it."""
+    return parameter in _sources
 
 
 def check_fillable(model: nn.Module) -> None:
@@ -141,12 +156,12 @@ def check_fillable(model: nn.Module) -> None:
     Raises:
         StateError, ModelChanged, UnsupportedModel, WeightsError: As fill().
     """
-    recipe = _recipe_of(model)
-    wanted = _wanted(model, recipe, None)
-    for name, parameter in wanted.items():
-        refuse_held(parameter, name)
-    if recipe.files is not None:
-        recipe.files.check({recipe.stored[name]: parameter for name, parameter in wanted.items()})
+    _expect_materialized(model)
+    for recipe, wanted in _wanted(model, None):
+        for name, parameter in wanted.items():
+            refuse_held(parameter, name)
+        if recipe.files is not None:
+            recipe.files.check({recipe.stored[name]: parameter for name, parameter in wanted.items()})
 
 
 def in_groups(model: nn.Module, parts: Sequence[Sequence[str]], *, room: int | None = None) -> list[list[str]]:
@@ -164,9 +179,10 @@ def in_groups(model: nn.Module, parts: Sequence[Sequence[str]], *, room: int | N
     Returns:
         Names, for each part.
     """
-    recipe = _recipe_of(model)
+    _expect_materialized(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    most = 0 if recipe.files is not None else GROUP_BYTES if room is None else min(GROUP_BYTES, room)
+    draws = any(_sources[each].recipe.files is None for each in parameters.values() if each.is_meta)
+    most = 0 if not draws else GROUP_BYTES if room is None else min(GROUP_BYTES, room)
     groups: list[list[str]] = []
     latest, size = 0, 0
     for index, part in enumerate(parts):
@@ -180,14 +196,12 @@ def in_groups(model: nn.Module, parts: Sequence[Sequence[str]], *, room: int | N
     return groups
 
 
-def _recipe_of(model: nn.Module) -> _Recipe:
-    recipe = _recipes.get(model)
-    if recipe is None:
+def _expect_materialized(model: nn.Module) -> None:
+    if not any(parameter in _sources for parameter in model.parameters()):
         raise StateError(
             f"fill() was given a {type(model).__name__} that materialize() did not return: give the model itself, not "
-            "a copy or a module around it"
+            "a copy"
         )
-    return recipe
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -200,8 +214,8 @@ def _device(device: torch.device | str) -> torch.device:
     return target
 
 
-def _wanted(model: nn.Module, recipe: _Recipe, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """The parameters to fill, each under one name."""
+def _wanted(model: nn.Module, names: Iterable[str] | None) -> list[tuple[_Recipe, dict[str, nn.Parameter]]]:
+    """The parameters to fill, each under one name of the model that was built, by recipe."""
     if isinstance(names, str):
         raise InvalidArgument(f"fill(names={names!r}): give a collection of names, as in [{names!r}]")
     there = dict(model.named_parameters(remove_duplicate=False))
@@ -212,21 +226,20 @@ def _wanted(model: nn.Module, recipe: _Recipe, names: Iterable[str] | None) -> d
             f"fill(names=...): the model has no parameter {unknown[0]!r}"
             + (f", nor {len(unknown) - 1} others of those given" if unknown[1:] else "")
         )
-    wanted: dict[str, nn.Parameter] = {}
-    seen: set[nn.Parameter] = set()
+    wanted: dict[int, tuple[_Recipe, dict[str, nn.Parameter]]] = {}
     for name in chosen:
         parameter = there[name]
-        if not parameter.is_meta or parameter in seen:
+        if not parameter.is_meta:
             continue
-        seen.add(parameter)
-        number = recipe.built.numbers.get(name)
-        if number is None or recipe.built.made[number] != (parameter.shape, parameter.dtype):
+        source = _sources.get(parameter)
+        made = None if source is None else source.recipe.built.made[source.recipe.built.numbers[source.name]]
+        if source is None or made != (parameter.shape, parameter.dtype):
             raise ModelChanged(
                 f"{name} ({tuple(parameter.shape)}, {parameter.dtype}) is not what the constructor made: change shapes "
                 "and dtypes inside it, as in materialize(lambda: MyModel(config).to(torch.bfloat16)), or after fill()"
             )
-        wanted[name] = parameter
-    return wanted
+        wanted.setdefault(id(source.recipe), (source.recipe, {}))[1][source.name] = parameter
+    return list(wanted.values())
 
 
 def _fill_from_files(

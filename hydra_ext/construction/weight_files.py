@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hydra_ext.checkpoint.format.header import DTYPES
 from hydra_ext.construction.vouched import Vouched
 from hydra_ext.errors import WeightsError
+
+Rename = Callable[[str], "str | None"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -29,13 +31,16 @@ class WeightFiles:
 
     Args:
         path: A safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+        rename: Function from a tensor's name in the files to its name in the model; None leaves the tensor out.
+        cast: Whether floating tensors of another dtype are rounded to the model's.
 
     Raises:
-        WeightsError: The file does not exist or is damaged.
+        WeightsError: The file does not exist or is damaged, or two of its tensors get one name.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], rename: Rename | None = None, *, cast: bool = False) -> None:
         self.path = Path(path)
+        self._cast = cast
         self._file_of: dict[str, Path] = {}
         self._vouched = Vouched(self.path)
         for file, promised in self._files().items():
@@ -49,6 +54,17 @@ class WeightFiles:
                     tensor=min(promised - there),
                 )
             self._file_of.update(dict.fromkeys(there if promised is None else promised, file))
+        self._stored: dict[str, str] = {}  # name in the files by name in the model
+        for stored in self._file_of:
+            name = stored if rename is None else rename(stored)
+            if name in self._stored:
+                raise WeightsError(
+                    f"{self.path} has {self._stored[name]} and {stored}, and rename= gives both the name {name}",
+                    file=self.path,
+                    tensor=stored,
+                )
+            if name is not None:
+                self._stored[name] = stored
 
     def find(self, model: nn.Module) -> dict[str, str]:
         """The tensor's name in the files, for every name of a parameter or persistent buffer.
@@ -62,7 +78,7 @@ class WeightFiles:
         found: dict[str, str] = {}
         wanted = _wanted(model)
         for names, _ in wanted:
-            stored = next((name for name in names if name in self._file_of), None)
+            stored = next((self._stored[name] for name in names if name in self._stored), None)
             if stored is None:
                 raise WeightsError(
                     f"{self.path} has no tensor {names[0]}, which the model has"
@@ -71,20 +87,20 @@ class WeightFiles:
                     tensor=names[0],
                 )
             found.update(dict.fromkeys(names, stored))
-        extra = self._file_of.keys() - set(found)
+        extra = self._stored.keys() - set(found)
         if extra:
-            name = min(extra)
+            name = self._stored[min(extra)]
             raise WeightsError(
                 f"{self._file_of[name]} has a tensor {name}, which the model does not have"
                 + (f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""),
                 file=self._file_of[name],
                 tensor=name,
             )
-        self.check({name: tensor for names, tensor in wanted for name in names if name in self._file_of})
+        self.check({self._stored[name]: tensor for names, tensor in wanted for name in names if name in self._stored})
         for names, tensor in wanted:
             for name in names:
-                if name in self._file_of and name != found[name]:
-                    self._compare(found[name], name, tensor)
+                if name in self._stored and self._stored[name] != found[name]:
+                    self._compare(found[name], self._stored[name], tensor)
         return found
 
     def read(self, stored: Mapping[str, Tensor]) -> None:
@@ -102,7 +118,7 @@ class WeightFiles:
             for batch in _batches(names, stored):
                 with _opened(file) as opened, torch.no_grad():
                     for name, rows in batch:
-                        part = _part(opened, file, name, stored[name])[rows]
+                        part = self._part(opened, file, name, stored[name])[rows]
                         stored[name][rows].copy_(part)
                         self._vouched.follow(sums, name, part)
                         del part  # otherwise the file stays mapped
@@ -120,7 +136,7 @@ class WeightFiles:
         for file, names in self._by_file(stored).items():
             with _opened(file) as opened:
                 for name in names:
-                    _part(opened, file, name, stored[name])
+                    self._part(opened, file, name, stored[name])
 
     def _compare(self, name: str, other: str, tensor: Tensor) -> None:
         """Compares two tensors of the files that are one in the model, with a part of each mapped at a time.
@@ -131,8 +147,8 @@ class WeightFiles:
         file, other_file = self._file_of[name], self._file_of[other]
         for rows, _ in _pieces(tensor, _MAPPED_BYTES // 2):
             with _opened(file) as opened, _opened(other_file) as other_opened:
-                part = _part(opened, file, name, tensor)[rows]
-                other_part = _part(other_opened, other_file, other, tensor)[rows]
+                part = self._part(opened, file, name, tensor)[rows]
+                other_part = self._part(other_opened, other_file, other, tensor)[rows]
                 same = torch.equal(_bits(part), _bits(other_part))
                 del part, other_part
             if not same:
@@ -142,6 +158,27 @@ class WeightFiles:
                     file=other_file,
                     tensor=other,
                 )
+
+    def _part(self, opened: Any, file: Path, name: str, wanted: Tensor) -> Any:
+        """A tensor in a file, which indexing reads. Its shape and dtype are those of ``wanted``, or can be cast."""
+        try:
+            part = opened.get_slice(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{file}: {name}: {error}", file=file, tensor=name) from error
+        shape, dtype = tuple(part.get_shape()), DTYPES.get(part.get_dtype())
+        if shape != tuple(wanted.shape):
+            raise WeightsError(
+                f"{file}: {name} has shape {shape}; in the model it is {tuple(wanted.shape)}", file=file, tensor=name
+            )
+        can_be_cast = self._cast and dtype is not None and dtype.is_floating_point and wanted.is_floating_point()
+        if dtype is not wanted.dtype and not can_be_cast:
+            raise WeightsError(
+                f"{file}: {name} is {dtype}; in the model it is {wanted.dtype}: build the model with the dtype of its "
+                "weights, or give cast=True, which rounds them",
+                file=file,
+                tensor=name,
+            )
+        return part
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         by_file: dict[Path, list[str]] = {}
@@ -171,27 +208,6 @@ class WeightFiles:
             promised.setdefault(file, set()).add(name)
         files.update({self.path / file: names for file, names in promised.items()})
         return files
-
-
-def _part(opened: Any, file: Path, name: str, wanted: Tensor) -> Any:
-    """A tensor in a file, which indexing reads. Its shape and dtype are those of ``wanted``."""
-    try:
-        part = opened.get_slice(name)
-    except SafetensorError as error:
-        raise WeightsError(f"{file}: {name}: {error}", file=file, tensor=name) from error
-    shape, dtype = tuple(part.get_shape()), DTYPES.get(part.get_dtype())
-    if shape != tuple(wanted.shape):
-        raise WeightsError(
-            f"{file}: {name} has shape {shape}; in the model it is {tuple(wanted.shape)}", file=file, tensor=name
-        )
-    if dtype is not wanted.dtype:
-        raise WeightsError(
-            f"{file}: {name} is {dtype}; in the model it is {wanted.dtype}: build the model with the dtype of its "
-            "weights, or convert the file",
-            file=file,
-            tensor=name,
-        )
-    return part
 
 
 def _opened(file: Path) -> Any:

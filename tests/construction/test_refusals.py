@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -196,7 +197,7 @@ def test_names_and_models_that_are_not_known_are_refused_before_anything_is_fill
     with pytest.raises(errors.InvalidDevice, match="no memory on meta"):
         fill(model, ["weight"], device="meta")
     with pytest.raises(errors.StateError, match="did not return"):
-        fill(nn.Sequential(model), ["0.weight"])
+        fill(copy.deepcopy(model), ["weight"])
     assert model.weight.is_meta
     assert model.bias.is_meta
 

@@ -238,3 +238,33 @@ def test_a_file_that_goes_away_before_it_is_needed_is_an_error(tmp_path: Path) -
     file.unlink()
     with pytest.raises(WeightsError, match="cannot be read"):
         fill(model)
+
+
+@pytest.mark.parametrize("stored_as", [torch.float32, torch.float64, torch.float16])
+def test_floating_numbers_of_another_dtype_are_rounded_if_asked_for(stored_as: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"weight": torch.randn(300, 7, dtype=stored_as), "bias": torch.randn(300, dtype=stored_as)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = materialize(lambda: nn.Linear(7, 300, dtype=torch.bfloat16), weights=tmp_path, cast=True)
+    fill(model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, tensors[name].to(torch.bfloat16))
+
+
+def test_whole_numbers_are_not_cast(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3, 7, dtype=torch.int32), "bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"weight is torch.int32; in the model it is torch.float32"):
+        materialize(lambda: nn.Linear(7, 3), weights=tmp_path, cast=True)
+
+
+def test_tensors_are_found_by_other_names(tmp_path: Path) -> None:
+    tensors = {"old.w": torch.randn(3, 7), "old.b": torch.randn(3), "unused": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    names = {"old.w": "weight", "old.b": "bias"}
+    model = materialize(lambda: nn.Linear(7, 3), weights=tmp_path, rename=names.get)
+    fill(model)
+    assert torch.equal(model.weight, tensors["old.w"])
+    assert torch.equal(model.bias, tensors["old.b"])
+    with pytest.raises(WeightsError, match="has a tensor unused, which the model does not have"):
+        materialize(lambda: nn.Linear(7, 3), weights=tmp_path, rename=lambda name: names.get(name, name))
+    with pytest.raises(WeightsError, match="gives both the name weight"):
+        materialize(lambda: nn.Linear(7, 3), weights=tmp_path, rename=lambda name: "weight")

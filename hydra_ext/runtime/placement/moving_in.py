@@ -15,7 +15,7 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Block, Layout
-from hydra_ext.construction import check_fillable, fill, give_back_freed, in_groups, was_materialized
+from hydra_ext.construction import check_fillable, fill, give_back_freed, has_source, in_groups
 from hydra_ext.errors import InvalidOptimizer, UnsupportedModel
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.replicas import Replicas
@@ -23,12 +23,12 @@ from hydra_ext.runtime.replicas import Replicas
 _SENT_BYTES = 2**26  # of a table are sent to the other ranks at a time: the host holds them twice
 
 
-def why_not_fillable(model: nn.Module, parameter: torch.Tensor) -> str:
+def why_not_fillable(parameter: torch.Tensor) -> str:
     """Why a parameter on meta cannot be given memory, or could not be moved afterwards; empty if it can."""
-    if not was_materialized(model):
+    if not has_source(parameter):
         return (
             "is on the meta device, and has no numbers: build the model by hydra_ext.materialize(build), and offload "
-            "what it returns, not a copy, a part or a module around it"
+            "what it returns, not a copy"
         )
     if torch.empty_like(parameter).stride() != parameter.stride():
         return "has strides that overlap or leave gaps; make it .contiguous() in the constructor"
@@ -44,7 +44,7 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     """
     lacking = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     for name, parameter in lacking.items():
-        if reason := why_not_fillable(model, parameter):
+        if reason := why_not_fillable(parameter):
             raise UnsupportedModel(f"the parameter '{name}' {reason}")
     if lacking:
         check_fillable(model)
