@@ -60,13 +60,10 @@ def materialize(
     the end parameters are on meta. They stay the same objects when they are filled: tied ones stay tied, and optimizers
     may be made at once. Buffers are real and have their ordinary values, except for random ones as below.
 
-    Without ``weights``, all random numbers are drawn, and torch's CPU generator, Python's ``random`` and numpy's end in
-    the same state as after the ordinary constructor. That takes as long as the constructor, and the memory of its
-    largest parameter.
-
-    With ``weights``, the generators stay as they are, and initialisation on which nothing depends is left out. If the
-    constructor draws values that are in no file (for an attribute, or a buffer that is not persistent), they are still
-    random. They are not those of the ordinary constructor, though.
+    Without ``weights``, all random numbers are drawn, and all generators end in the same state as after the ordinary
+    constructor. That takes as long as the constructor, and the memory of its largest parameter. With ``weights``, they
+    stay as they are, and initialisation on which nothing depends is left out. Values that the constructor draws and
+    that are in no file are random, but not those of the ordinary constructor.
 
     Args:
         build: Function without arguments that makes the whole model anew, on the CPU, and changes nothing outside.

@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types
+class Accelerator(accelerate.Accelerator):
     """An ``Accelerator`` that leaves models on the host. Everything else is as in accelerate.
 
     ``prepare`` takes models before or inside :func:`hydra_ext.offload`. They stay on the host and get no

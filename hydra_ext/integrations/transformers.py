@@ -24,7 +24,7 @@ from hydra_ext.runtime.reporting.figures import StepFigures
 from hydra_ext.runtime.run import Run
 from hydra_ext.state.randomness import generators
 
-expect_version("transformers", "4.50", what="hydra_ext.integrations.transformers")
+expect_version("transformers", "4.56", what="hydra_ext.integrations.transformers")
 expect_version("accelerate", "1.1", what="hydra_ext.integrations.transformers")
 
 from transformers import Trainer

@@ -97,7 +97,7 @@ def test_masks_of_older_files_are_left_out(tmp_path: Path, caplog: Any) -> None:
 
 def test_a_head_that_is_in_no_file_is_told(tmp_path: Path) -> None:
     BertForMaskedLM(BERT).save_pretrained(tmp_path)
-    with pytest.raises(WeightsError, match="has no tensor bert.pooler.dense.weight, which the model has"):
+    with pytest.raises(WeightsError, match=r"has no tensor bert\.pooler\.dense\.weight, which the model has"):
         hydra_ext.from_pretrained(tmp_path, BertForSequenceClassification)
 
 
