@@ -70,9 +70,8 @@ def materialize(
             It is called here and by every :func:`fill`. Its captured variables must not change afterwards, and no other
             thread may draw from the global generators meanwhile. :class:`~hydra_ext.errors.BuildDiffers` reports a
             difference.
-        weights: A safetensors file from which parameters are filled; or a folder with ``model.safetensors``, or with
-            ``model.safetensors.index.json`` and its shards. Persistent buffers are read at once. In a checkpoint's
-            folder every tensor is compared with its checksum in the manifest while it is read.
+        weights: A safetensors file, or a folder with one or with an index and its shards. Persistent buffers are read
+            at once. In a checkpoint's folder each tensor is compared with its checksum in the manifest as it is read.
         rename: Function from a tensor's name in the files to its name in the model. None leaves the tensor out.
         cast: Whether floating tensors of another dtype than the model's are rounded to it, as ``tensor.to()`` does.
 
