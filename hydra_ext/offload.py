@@ -30,7 +30,7 @@ from hydra_ext.blocks import Layout, Site, block_limit, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.optim.rows import bring_to_host
-from hydra_ext.optim.wrappers import unwrapped
+from hydra_ext.optim.wrappers import is_made, unwrapped
 from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
@@ -154,6 +154,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         optimizer = unwrapped(optimizer)
         known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         _expect(known, "optimizer", optimizer, "a torch.optim.Optimizer; the budget has to be named, as budget=")
+        if optimizer is not None and not is_made(optimizer):
+            raise InvalidArgument(
+                f"optimizer= is a {type(optimizer).__name__} with state of its own whose constructor does not call "
+                "that of torch.optim.Optimizer, so its steps cannot be followed: let it call super().__init__()"
+            )
         _expect(_is_floating(param_dtype), "param_dtype", param_dtype, "a floating dtype, such as torch.bfloat16")
         _expect(_is_floating(grad_dtype), "grad_dtype", grad_dtype, "a floating dtype, such as torch.bfloat16")
         _expect(checks is None or isinstance(checks, Checks), "checks", checks, "a hydra_ext.Checks(...)")

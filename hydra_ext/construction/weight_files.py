@@ -170,7 +170,7 @@ class WeightFiles:
             raise WeightsError(
                 f"{file}: {name} has shape {shape}; in the model it is {tuple(wanted.shape)}", file=file, tensor=name
             )
-        can_be_cast = self._cast and dtype is not None and dtype.is_floating_point and wanted.is_floating_point()
+        can_be_cast = self._cast and _is_plain(dtype) and _is_plain(wanted.dtype)
         if dtype is not wanted.dtype and not can_be_cast:
             raise WeightsError(
                 f"{file}: {name} is {dtype}; in the model it is {wanted.dtype}: build the model with the dtype of its "
@@ -208,6 +208,11 @@ class WeightFiles:
             promised.setdefault(file, set()).add(name)
         files.update({self.path / file: names for file, names in promised.items()})
         return files
+
+
+def _is_plain(dtype: torch.dtype | None) -> bool:
+    """Whether numbers of this dtype mean what they say: eight bits are codes, whose scales are elsewhere."""
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _opened(file: Path) -> Any:

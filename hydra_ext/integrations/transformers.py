@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -94,18 +95,26 @@ class HydraMixin:
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    state: Any
 
     def __init__(self, *args: Any, hydra: HydraArguments, **kwargs: Any) -> None:
         self.hydra = hydra
         self.run: Run | None = None
         self._training: ExitStack | None = None  # while train() runs
         self._figures: StepFigures | None = None
+        self._weights: str | None = None  # checkpoint whose weights are read when the parameters have memory
         self._microbatches: list[Any] = []  # of the step
         self._losses = deque[Tensor]()  # of those that have run and are to be told
         self._draws: bool | None = None  # whether microbatches draw random numbers; None until one was watched
         self._in_rounds = False  # this step
         super().__init__(*args, **kwargs)
         _expect_compatible(self.args)
+        if hydra.rounds and self._is_overridden():
+            raise InvalidArgument(
+                f"rounds=True of the HydraArguments, and {type(self).__name__} has a training_step() or "
+                "get_batch_samples() above HydraMixin's, which a round would not call: put it into a class below, as "
+                "in class Mine(HydraMixin, TrainerWithMyStep)"
+            )
         if self.args.n_gpu > 1:  # the others have ranks of their own, under torchrun
             self.args._n_gpu = 1
             self._train_batch_size = self.args.train_batch_size
@@ -158,10 +167,15 @@ class HydraMixin:
         """Called once for each step."""
         self._microbatches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         asked = self.hydra.rounds is True or (self.hydra.rounds is None and self._draws is False)
-        self._in_rounds = asked and len(self._microbatches) > 1
+        self._in_rounds = asked and len(self._microbatches) > 1 and not self._is_overridden()
         self._losses.clear()
         self.accelerator.defers_averaging = not self._in_rounds
         return self._microbatches, items
+
+    def _is_overridden(self) -> bool:
+        """Whether the class of an object, or the object, has steps of its own, which know one microbatch at a time."""
+        names = ("training_step", "get_batch_samples")
+        return any(name in vars(self) or getattr(type(self), name) is not vars(HydraMixin)[name] for name in names)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """One microbatch; in rounds, the first one makes all of the step."""
@@ -176,8 +190,16 @@ class HydraMixin:
                     told = plain(model, microbatch, *args, **kwargs)
                 return taken[0], told
 
-            scaler = self.accelerator.scaler
-            output = self.run.step(self._microbatches, loss_of, reduction="sum", scaler=scaler, update=False)
+            # Not of the global generator, from which samplers and collators draw.
+            seeds = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
+            output = self.run.step(
+                self._microbatches,
+                loss_of,
+                reduction="sum",
+                scaler=self.accelerator.scaler,
+                seeds=torch.randint(2**62, (len(self._microbatches),), generator=seeds).tolist(),
+                update=False,
+            )
             self._losses.extend(output.metrics)
         return self._losses.popleft()
 
@@ -207,12 +229,27 @@ class HydraMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.run is not None and self.hydra.checkpoints:
+        """What an earlier training has saved there is of another kind, or of other weights."""
+        if self.args.should_save:
+            shutil.rmtree(Path(output_dir) / _CHECKPOINTS, ignore_errors=True)
+            for name in ("optimizer.pt", "scheduler.pt"):
+                (Path(output_dir) / name).unlink(missing_ok=True)
+        if self.run is not None and not self.run.closed and self.hydra.checkpoints:
             self.run.save(Path(output_dir) / _CHECKPOINTS, schedule=self.lr_scheduler)
         else:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Called before there is a context: parameters on meta have no memory for what is loaded."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            self._weights = resume_from_checkpoint
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            super()._load_from_checkpoint(weights)  # type: ignore[misc]
         if checkpoint is not None and self.run is not None and (folder := Path(checkpoint) / _CHECKPOINTS).exists():
             self.run.load(folder, schedule=self.lr_scheduler)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import (
 )
 
 import hydra_ext
-from hydra_ext.errors import MissingDependency, UnsupportedModel, WeightsError
+from hydra_ext.errors import InvalidArgument, MissingDependency, UnsupportedModel, WeightsError
 from support.benches import assert_same
 from support.windows.window_subjects import batch, tiny_gpt2
 
@@ -106,6 +107,37 @@ def test_a_model_that_keeps_parts_in_fp32_is_refused_by_name(tmp_path: Path) -> 
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"keeps wo in float32 beside torch.float16"):
         hydra_ext.from_pretrained(tmp_path, T5ForConditionalGeneration, dtype=torch.float16)
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="are quantized"):
+        hydra_ext.from_pretrained(tmp_path, LlamaForCausalLM)
+
+
+def test_without_a_dtype_in_the_configuration_it_is_that_of_the_weights(tmp_path: Path) -> None:
+    llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for dtype in (None, "auto"):
+        assert hydra_ext.from_pretrained(tmp_path, LlamaForCausalLM, dtype=dtype).dtype is torch.bfloat16
+    assert hydra_ext.from_pretrained(tmp_path, LlamaForCausalLM, dtype="float16").dtype is torch.float16
+
+
+def test_options_that_the_configuration_does_not_have_are_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"from_pretrained\(device_map=\): a LlamaConfig has no such option"):
+        hydra_ext.from_pretrained(tmp_path, LlamaForCausalLM, device_map="auto")
+    with pytest.raises(InvalidArgument, match="give a floating dtype"):
+        hydra_ext.from_pretrained(tmp_path, LlamaForCausalLM, dtype="int8")
+    model: Any = hydra_ext.from_pretrained(tmp_path, LlamaForCausalLM, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_transformers_that_is_too_old_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,54 @@ def test_microbatches_that_draw_run_one_by_one_unless_rounds_are_asked_for(tmp_p
     assert trainer.run.report().rounds > 0
 
 
+def test_rounds_leave_random_numbers_to_what_is_around_them(tmp_path: Path) -> None:
+    """Collators and samplers draw from the global generator, and checkpoints hold its state."""
+    states = []
+
+    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        tokens = torch.stack([row["input_ids"] for row in rows])
+        masked = torch.where(torch.rand(tokens.shape) < 0.3, torch.zeros_like(tokens), tokens)
+        return {"input_ids": masked, "labels": tokens}
+
+    def use(trainer: Any) -> None:
+        trainer.train()
+        states.append(torch.get_rng_state())
+
+    trainer = both(
+        tmp_path,
+        use,
+        make=without_dropout,
+        given=lambda: {"data_collator": collate},
+        gradient_accumulation_steps=3,
+        per_device_train_batch_size=1,
+        max_steps=-1,
+        num_train_epochs=2.0,
+    )
+    assert trainer.run.report().rounds > 0
+    assert torch.equal(*states)
+
+
+def own_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trains on other labels."""
+    inputs = {**inputs, "labels": torch.zeros_like(inputs["labels"])}
+    return super(type(self), self).training_step(model, inputs, *args, **kwargs)
+
+
+def test_a_step_of_the_users_own_is_made_for_each_microbatch(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    outcomes = []
+    for base in (Trainer, HydraTrainer):
+        kind: Any = type("Own", (base,), {"training_step": own_step})
+        more: dict[str, Any] = {"hydra": hydra()} if base is HydraTrainer else {}
+        trainer = kind(without_dropout(), arguments(tmp_path, **options), train_dataset=samples(0, STEPS), **more)
+        trainer.train()
+        outcomes.append(outcome(trainer))
+    assert_same(*outcomes)
+    assert trainer.run.report().rounds == 0
+    with pytest.raises(InvalidArgument, match=r"Own has a training_step\(\) or get_batch_samples\(\) above"):
+        kind(tiny_gpt2(), arguments(tmp_path), train_dataset=samples(0, 1), hydra=hydra(rounds=True))
+
+
 def test_rounds_can_be_turned_off(tmp_path: Path) -> None:
     trainer = both(
         tmp_path,
@@ -213,6 +261,39 @@ def test_resuming_has_the_bits_of_a_plain_trainer_that_resumes(checkpoints: bool
 
     both(tmp_path, stopped, given=given, **options)
     both(tmp_path, resumed, given=given, **options)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_model_without_memory_resumes_with_the_weights_of_the_checkpoint(checkpoints: bool, tmp_path: Path) -> None:
+    def use(trainer: Any) -> None:
+        trainer.add_callback(StopsAfter(2))
+        trainer.train()
+        resumes = type(trainer)(
+            make(trainer),
+            trainer.args,
+            train_dataset=samples(0, STEPS),
+            **({"hydra": hydra(checkpoints=checkpoints)} if isinstance(trainer, HydraTrainer) else {}),
+        )
+        resumes.train(resume_from_checkpoint=True)
+        ends.append(outcome(resumes))
+
+    def make(trainer: Any) -> Any:
+        return hydra_ext.materialize(tiny_gpt2) if isinstance(trainer, HydraTrainer) else tiny_gpt2()
+
+    ends: list[Any] = []
+    given = {"hydra": hydra(checkpoints=checkpoints)}
+    both(tmp_path, use, given=lambda: dict(given), save_strategy="steps", save_steps=2)
+    assert_same(*ends)
+
+
+def test_a_checkpoint_has_no_rest_of_an_earlier_one_of_the_other_kind(tmp_path: Path) -> None:
+    for kind in (True, False, True):
+        args = arguments(tmp_path, save_strategy="steps", save_steps=STEPS, seed=int(kind))
+        trainer = HydraTrainer(tiny_gpt2(), args, train_dataset=samples(0, STEPS), hydra=hydra(checkpoints=kind))
+        trainer.train()
+        checkpoint = tmp_path / f"checkpoint-{STEPS}"
+        assert (checkpoint / "hydra_ext").exists() == kind
+        assert (checkpoint / "optimizer.pt").exists() != kind
 
 
 class StopsAfter(TrainerCallback):  # type: ignore[misc]

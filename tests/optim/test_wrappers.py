@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import hydra_ext
+from hydra_ext.errors import InvalidArgument
 from hydra_ext.optim.wrappers import unwrapped
 
 
@@ -20,6 +24,10 @@ class Unmade(torch.optim.Optimizer):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
 
 class Delegate:
     """Is no optimizer."""
@@ -30,6 +38,9 @@ class Delegate:
     @property
     def optimizer(self) -> Any:
         return self._optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
 
 
 class Mirror(torch.optim.Optimizer):
@@ -46,6 +57,23 @@ class Lookahead(torch.optim.Optimizer):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer.param_groups, {})
         self.optimizer = optimizer
+
+
+class UnmadeLookahead(torch.optim.Optimizer):
+    """As it is often copied: with state of its own, and without a call of the base's constructor."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = defaultdict(dict)
+
+
+def test_an_optimizer_with_state_of_its_own_and_no_hooks_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    around = UnmadeLookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert unwrapped(around) is around
+    with pytest.raises(InvalidArgument, match="a UnmadeLookahead with state of its own"):
+        hydra_ext.offload(model, around, budget=2**20)
 
 
 def test_wrappers_are_taken_off_down_to_what_makes_the_steps() -> None:
