@@ -55,17 +55,7 @@ def from_pretrained(
     import transformers
 
     folder = _folder_of(source, revision)
-    config, unknown = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
-    if unknown:
-        raise InvalidArgument(
-            f"from_pretrained({', '.join(f'{name}=' for name in unknown)}): a {type(config).__name__} has no such "
-            "option; weights are placed by hydra_ext.offload()"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            f"the weights of {source} are quantized, and packed bytes with their scales cannot be paged: take the "
-            "weights that they were made from"
-        )
+    config = _configuration(folder, source, options)
     config.name_or_path = os.fspath(source)
     chosen = _chosen(dtype) or getattr(config, "dtype", None) or _first_dtype(folder) or torch.get_default_dtype()
     make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
@@ -85,6 +75,23 @@ def from_pretrained(
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     evaluated: nn.Module = model.eval()
     return evaluated
+
+
+def _configuration(folder: Path, source: str | os.PathLike[str], options: dict[str, Any]) -> Any:
+    import transformers
+
+    config, unknown = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    if unknown:
+        raise InvalidArgument(
+            f"from_pretrained({', '.join(f'{name}=' for name in unknown)}): a {type(config).__name__} has no such "
+            "option; weights are placed by hydra_ext.offload()"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            f"the weights of {source} are quantized, and packed bytes with their scales cannot be paged: take the "
+            "weights that they were made from"
+        )
+    return config
 
 
 def _chosen(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -127,7 +127,7 @@ def test_two_tensors_that_are_one_are_compared_with_a_part_of_each_mapped(
     monkeypatch.setattr(weight_files, "_MAPPED_BYTES", 2048)
     tensor = torch.arange(4096.0).view(64, 64)
     save_file({"one": tensor, "other": tensor.clone()}, tmp_path / WEIGHTS)
-    part, bits = weight_files._part, weight_files._bits
+    part, bits = weight_files.WeightFiles._part, weight_files._bits
     compared: list[StorageWeakRef] = []
     alive: list[int] = []
 
@@ -139,7 +139,7 @@ def test_two_tensors_that_are_one_are_compared_with_a_part_of_each_mapped(
         compared.append(StorageWeakRef(piece.untyped_storage()))
         return bits(piece)
 
-    monkeypatch.setattr(weight_files, "_part", looked_at)
+    monkeypatch.setattr(weight_files.WeightFiles, "_part", looked_at)
     monkeypatch.setattr(weight_files, "_bits", noted)
     weight_files.WeightFiles(tmp_path / WEIGHTS)._compare("one", "other", tensor)
     assert len(compared) == len(alive) == 32
