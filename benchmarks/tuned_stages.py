@@ -47,14 +47,14 @@ def below(process):
     return found + [each for child in found for each in below(child)]
 def taken(process):
     try:
+        if b"hydra_ext" not in Path(f"/proc/{process}/cmdline").read_bytes():
+            return 0
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except OSError:
+    except OSError:  # it has ended
         return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 while Path(f"/proc/{me}").exists():
-    others = set(below(me)) - {os.getpid()}
-    processes = [each for each in others if b"hydra_ext" in Path(f"/proc/{each}/cmdline").read_bytes()]
-    seen = max(seen, sum(map(taken, processes)))
+    seen = max(seen, sum(map(taken, set(below(me)) - {os.getpid()})))
     out.write_text(str(seen))
     time.sleep(0.25)
 """
