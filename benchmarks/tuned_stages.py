@@ -33,8 +33,9 @@ from hydra_ext.data.tuning.simulator import Machine, Problem, StageCost
 GOAL = 0.95
 _LAST = 8  # intervals
 _OUTSIDE = """
-import sys, time
+import os, sys, time
 from pathlib import Path
+os.nice(19)  # it reads for a long time: what it measures should not wait for it
 me, out, seen = int(sys.argv[1]), Path(sys.argv[2]), 0
 def below(process):
     found = []
@@ -46,15 +47,16 @@ def below(process):
     return found + [each for child in found for each in below(child)]
 def taken(process):
     try:
+        if b"hydra_ext" not in Path(f"/proc/{process}/cmdline").read_bytes():
+            return 0
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except OSError:
+    except OSError:  # it has ended
         return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 while Path(f"/proc/{me}").exists():
-    processes = [each for each in below(me) if b"hydra_ext" in Path(f"/proc/{each}/cmdline").read_bytes()]
-    seen = max(seen, sum(map(taken, processes)))
+    seen = max(seen, sum(map(taken, set(below(me)) - {os.getpid()})))
     out.write_text(str(seen))
-    time.sleep(0.1)
+    time.sleep(0.25)
 """
 
 
@@ -79,6 +81,13 @@ class Stage:
         return item
 
 
+def put(path: Path, factor: float) -> None:
+    """Writes it in one piece: workers read it at any time."""
+    new = path.with_suffix(".new")
+    new.write_text(str(factor))
+    new.replace(path)
+
+
 def costs(seed: int) -> tuple[list[StageCost], float]:
     """Of stages that need few of the cores, and the consumer's seconds for an item."""
     draw = random.Random(seed)
@@ -97,7 +106,7 @@ def best(stages: list[StageCost], step: float, memory: int) -> Problem:
 def tuned(stages: list[StageCost], factors: list[Path], *, limit: int) -> data.Loader:
     node: Any = IterableWrapper(itertools.count())
     for index, (stage, factor) in enumerate(zip(stages, factors, strict=True)):
-        factor.write_text("1")
+        put(factor, 1.0)
         work = Stage(stage.compute, stage.wait, stage.worker_bytes, factor)
         node = data.Map(node, work, name=f"stage {index}")
     return data.tuned(node, memory=limit)
@@ -141,7 +150,7 @@ def pipeline(seed: int, folder: Path, seconds: float) -> bool:
         try:
             iterator = iter(loader)
             for factor in (1.0, times):
-                factors[changed].write_text(str(factor))
+                put(factors[changed], factor)
                 cost = own[changed]
                 own[changed] = StageCost(factor * cost.compute, factor * cost.wait, cost.worker_bytes)
                 consume(iterator, step, seconds)

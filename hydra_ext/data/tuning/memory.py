@@ -122,20 +122,20 @@ def counted(process: int) -> Taken:
 
 def libraries(process: int) -> int:
     """Bytes of a process's part of files that it executes."""
-    executed, parts = set(), dict[str, int]()
-    file, part = "", 0
+    executed, parts = set(), dict[str, float]()
+    file, sizes = "", dict[str, int]()
     for line in _lines(process, "smaps"):
         name, _, rest = line.partition(":")
-        if name == "Pss":
-            part = 1024 * int(rest.split()[0])
-        elif name == "Anonymous" and int(rest.split()[0]) == 0:  # else its pages are counted, nearly all of them
-            parts[file] = parts.get(file, 0) + part
+        if name in ("Rss", "Pss", "Anonymous"):
+            sizes[name] = 1024 * int(rest.split()[0])
+            if name == "Anonymous" and sizes["Rss"]:  # the last of the three; pages that were written to are anonymous
+                parts[file] = parts.get(file, 0.0) + sizes["Pss"] * (1 - sizes["Anonymous"] / sizes["Rss"])
         elif "-" in name:  # the line that begins a mapping: addresses, permissions, offset, device, inode, file
             words = line.split(maxsplit=5)
             file = words[5] if len(words) == 6 and words[5].startswith("/") else ""
             if "x" in words[1]:
                 executed.add(file)
-    return sum(part for file, part in parts.items() if file and file in executed)
+    return int(sum(part for file, part in parts.items() if file and file in executed))
 
 
 def mapped(process: int) -> int:
