@@ -2,7 +2,8 @@
 
 Dynamo traces the body of a module's ``__call__`` and bypasses the stand-in that opens the window and fetches the block.
 So the graph breaks at the call of a site or the root. That call runs eagerly, and the code inside it is compiled as
-usual: each block becomes a graph of its own. ``fullgraph=True`` forbids breaks. With a backend that runs one operator
+usual: each block becomes a graph of its own. dynamo begins no graph in code of torch itself, so blocks that are modules
+of ``torch.nn`` run as they are. ``fullgraph=True`` forbids breaks. With a backend that runs one operator
 after the other, a graph inside an open window may have several blocks, since operators fetch what is absent. Kernels of
 other backends read memory that they take to be there, so the caller gets a :class:`StateError`.
 
@@ -81,7 +82,8 @@ def why_absent(error: RuntimeError) -> StateError | None:
     name = said.split("'")[1]
     return StateError(
         f"a compiled graph reads '{name}' outside of the call of the module that has it, and kernels do not wait for "
-        "weights: call that module, or leave this code out of graphs with torch.compiler.disable(recursive=False)"
+        "weights: name the module that reads it in blocks=, call the one that has it, or leave this code out of graphs "
+        "with torch.compiler.disable(recursive=False)"
     )
 
 

@@ -89,5 +89,6 @@ def train_on_ranks(rank: int, folder: str, options: dict[str, Any], draws: bool)
         trainer: Any = kind(make(), args, train_dataset=samples(0, 2 * STEPS), **more)
         trainer.train()
         found.append(outcome(trainer))
+    assert trainer.model_wrapped is trainer.model  # nothing is around it
     report = trainer.run.report()
     return [*found, report.rounds, report.reduced_bytes, report.ranks]
