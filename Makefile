@@ -94,7 +94,7 @@ $(VENV)/.deps-dev: $(VENV)/.deps
 	@touch $@
 
 $(VENV)/.deps-docs: $(VENV)/.deps
-	$(PYTHON) tools/requirements.py docs > $(VENV)/requirements-docs.txt
+	$(PYTHON) tools/requirements.py docs data trainers > $(VENV)/requirements-docs.txt
 	$(PIP) -r $(VENV)/requirements-docs.txt
 	@touch $@
 

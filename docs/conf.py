@@ -29,7 +29,7 @@ myst_heading_anchors = 3
 # types of its own that stand in signatures and no caller needs by name.
 nitpicky = True
 _OWN = (
-    r"hydra_ext\.(_C|blocks|activations\.saving|optim\.host_optimizer|runtime|tiled\.devices|profile"
+    r"hydra_ext\.(_C|blocks|activations\.saving|optim\.host_optimizer|optim\.rows|fleet\.devices|data\.report\.TuningReport|runtime|tiled\.devices|profile"
     r"|plan\.\w+\.\w+\.Example|plan\.steps\.timeline\.TreatedStep)\b.*"
 )
 nitpick_ignore_regex = [(r"py:.*", r"(?!hydra_ext\.).*"), (r"py:.*", _OWN)]

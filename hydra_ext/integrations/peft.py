@@ -26,7 +26,7 @@ def get_peft_model(model: nn.Module, config: Any, *args: Any, **kwargs: Any) -> 
     :class:`hydra_ext.offload` takes what this returns, and reads the rest of the base from its files.
 
     Raises:
-        WeightsError: as :func:`hydra_ext.construction.fill`.
+        WeightsError: A file of the base cannot be read any more, or has changed.
     """
     with _StaysOnHost():
         around = peft.get_peft_model(model, config, *args, **kwargs)

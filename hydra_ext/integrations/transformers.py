@@ -46,7 +46,11 @@ class HydraArguments:
     """How a Trainer's model is offloaded.
 
     Attributes:
-        budget, device, host_budget, spill_dir, activations: Arguments of :class:`hydra_ext.offload`.
+        budget: As of :class:`hydra_ext.offload`.
+        device: As there, and so are the next three.
+        host_budget: Bytes, or None.
+        spill_dir: Folder, or None.
+        activations: ``"auto"``, or a policy.
         checkpoints: Whether the Trainer's checkpoints hold weights, optimizer, schedule and random states as
             :meth:`hydra_ext.Run.save` writes them, durable and verified on loading. They lie beside the model that the
             Trainer saves. By default the optimizer is saved as by transformers.
