@@ -113,7 +113,8 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
     materialize() was called. The constructor is run once more from that state, and all generators are put back.
 
     This takes the memory of the filled parameters, of those that they are computed from, of the largest other parameter
-    and of the buffers. Each call draws all numbers, so fill all wanted parameters with one call.
+    and of the buffers. Each call draws all numbers, so fill all wanted parameters with one call. In a
+    module around several models they are filled one after the other: an error leaves those before it filled.
 
     Args:
         model: Model that :func:`materialize` returned, a part of it, or a module around it.

@@ -14,9 +14,7 @@ from hydra_ext.integrations.versions import expect_version
 from hydra_ext.runtime import root
 from hydra_ext.runtime.run import Run
 
-LEAST = "1.1"
-
-expect_version("accelerate", LEAST, what="hydra_ext.integrations.accelerate")
+expect_version("accelerate", "1.1", what="hydra_ext.integrations.accelerate")
 
 import accelerate
 from accelerate.utils import DistributedType

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hydra_ext.errors import InvalidArgument
+from hydra_ext.integrations.logs import logged
 from hydra_ext.integrations.versions import expect_version
 from hydra_ext.offload import offload
 from hydra_ext.runtime.reporting.figures import StepFigures
@@ -22,8 +23,6 @@ expect_version("lightning", "2.4", what="hydra_ext.integrations.lightning")
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-
-_LOGGED = ("seconds", "peak_bytes", "waited_seconds", "to_device_seconds", "to_host_seconds", "update_seconds")
 
 
 class OffloadStrategy(SingleDeviceStrategy):
@@ -82,6 +81,5 @@ class OffloadStrategy(SingleDeviceStrategy):
 
 def _log(trainer: Trainer, figures: StepFigures) -> None:
     if trainer.global_step % trainer.log_every_n_steps == 0:
-        known = figures.as_dict()
         for logger in trainer.loggers:
-            logger.log_metrics({f"hydra/{name}": known[name] for name in _LOGGED}, step=trainer.global_step)
+            logger.log_metrics(logged(figures), step=trainer.global_step)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hydra_ext.activations.choice import PlannedChoice
 from hydra_ext.errors import InvalidArgument
+from hydra_ext.integrations.logs import logged
 from hydra_ext.integrations.versions import expect_version
 from hydra_ext.offload import offload
 from hydra_ext.policy import SimulatedDevice
@@ -26,7 +27,6 @@ from hydra_ext.runtime.run import Run
 from hydra_ext.state.randomness import generators
 
 expect_version("transformers", "4.56", what="hydra_ext.integrations.transformers")
-expect_version("accelerate", "1.1", what="hydra_ext.integrations.transformers")
 
 from transformers import Trainer
 
@@ -35,7 +35,6 @@ from hydra_ext.integrations import accelerate
 logger = logging.getLogger(__name__)
 
 _OWN = ("checkpoints", "rounds", "others")  # of the arguments
-_LOGGED = ("seconds", "peak_bytes", "waited_seconds", "to_device_seconds", "to_host_seconds", "update_seconds")
 _CHECKPOINTS = "hydra_ext"  # folder in each checkpoint of the Trainer
 # Optimizers whose steps are made in backward, or whose state is of a kind that only a GPU has.
 _REFUSED_OPTIMIZERS = ("8bit", "4bit", "bnb", "paged", "lomo", "layerwise")
@@ -228,8 +227,7 @@ class HydraMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self._figures is not None and "loss" in logs:
-            figures = self._figures.as_dict()
-            logs |= {f"hydra/{name}": figures[name] for name in _LOGGED}
+            logs |= logged(self._figures)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -3,9 +3,9 @@
 Dynamo traces the body of a module's ``__call__`` and bypasses the stand-in that opens the window and fetches the block.
 So the graph breaks at the call of a site or the root. That call runs eagerly, and the code inside it is compiled as
 usual: each block becomes a graph of its own. dynamo begins no graph in code of torch itself, so blocks that are modules
-of ``torch.nn`` run as they are. ``fullgraph=True`` forbids breaks. With a backend that runs one operator
-after the other, a graph inside an open window may have several blocks, since operators fetch what is absent. Kernels of
-other backends read memory that they take to be there, so the caller gets a :class:`StateError`.
+of ``torch.nn`` run as they are. ``fullgraph=True`` forbids breaks. With a backend that runs one operator after the
+other, a graph inside an open window may have several blocks, since operators fetch what is absent. Kernels of other
+backends read memory that they take to be there, so the caller gets a :class:`StateError`.
 
 One method of dynamo is replaced while a context is active, and from then on none of our code between graphs is traced.
 Dynamo's caches are reset when a context begins and when it ends, since their guards do not check for windows.
