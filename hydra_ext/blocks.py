@@ -4,11 +4,15 @@ A *block* is a set of parameters; a *site* is a module whose call uses blocks. B
 :class:`torch.nn.Module` by size alone. A module becomes one block if it is small enough and is called as a module.
 Otherwise its own parameters form a block, and its children are visited one by one. A parameter that several modules
 share belongs to the block of the first one. Each of these modules uses that block.
+
+Inner tensors of composites (:mod:`hydra_ext.state.composites`) are in blocks in the places of their parameters. So are
+*paged buffers*, which are too large to stay on the device: they are treated as frozen parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +20,7 @@ from torch import nn
 
 from hydra_ext.calls import is_compiled
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.state.composites import Composite, composites_of
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
@@ -27,10 +32,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class Block:
-    """Parameters that move together, with their names in the model."""
+    """Tensors that move together, with their names in the model: parameters, inner tensors and paged buffers."""
 
     name: str
-    parameters: tuple[tuple[str, nn.Parameter], ...]
+    parameters: tuple[tuple[str, torch.Tensor], ...]
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +82,17 @@ class Layout:
 
     Attributes:
         tables: Parameters that are in no block, because they move by rows.
+        composites: Parameters of which blocks have the inner tensors.
+        buffers: Paged buffers by their names.
+        stay: Tensors that stay on the device: inner tensors that several composites share, or without elements.
     """
 
     blocks: list[Block] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     tables: tuple[Table, ...] = ()
+    composites: tuple[Composite, ...] = ()
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    stay: tuple[torch.Tensor, ...] = ()
 
 
 def block_limit(total: int, budget: int) -> int:
@@ -95,6 +106,7 @@ def discover(
     largest_bytes: int,
     modules: Sequence[nn.Module | str] | None = None,
     tables: Sequence[Table] = (),
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Layout:
     """Splits a model into blocks of at most ``largest_bytes`` each, where its modules allow it.
 
@@ -104,13 +116,17 @@ def discover(
         modules: Modules, or their names, that become blocks whatever their size. Other blocks are found by size. Those
             of an ``nn.ModuleList`` become one block together.
         tables: Weights that are left out of the blocks.
+        buffers: Buffers that move with the parameters, by their names.
 
     Raises:
         UnsupportedModel: ``modules`` names a module that the model does not have, or one inside another.
     """
-    finder = _Finder(model, largest_bytes, chosen(model, modules or ()), {table.weight for table in tables})
+    tensors = _Tensors(model, {table.weight for table in tables}, buffers or {})
+    finder = _Finder(tensors, largest_bytes, chosen(model, modules or ()))
     finder.visit("", model)
-    return replace(finder.layout(), tables=tuple(tables))
+    return replace(
+        finder.layout(), tables=tuple(tables), composites=tensors.composites, buffers=buffers or {}, stay=tensors.stay
+    )
 
 
 def chosen(model: nn.Module, modules: Iterable[nn.Module | str]) -> set[nn.Module]:
@@ -134,23 +150,57 @@ def chosen(model: nn.Module, modules: Iterable[nn.Module | str]) -> set[nn.Modul
     return named
 
 
-class _Finder:
+class _Tensors:
+    """What moves of each module."""
+
     def __init__(
-        self, model: nn.Module, largest_bytes: int, named: set[nn.Module], left_out: set[nn.Parameter]
+        self, model: nn.Module, left_out: Collection[torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> None:
+        self.composites = tuple(composites_of(model))
+        uses = Counter(id(inner) for each in self.composites for inner in each.inner.values())
+        inside = [inner for each in self.composites for inner in each.inner.values()]
+        self.stay = tuple({id(t): t for t in inside if uses[id(t)] > 1 or t.numel() == 0}.values())
+        self._left_out = {id(tensor) for tensor in (*left_out, *self.stay)}
+        self._inner = {id(each.parameter): tuple(each.inner.values()) for each in self.composites}
+        self._paged = {id(buffer) for buffer in buffers.values()}
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.names |= {
+            id(inner): f"{each.name}.{path}" if path else each.name
+            for each in self.composites
+            for path, inner in each.inner.items()
+        }
+        self.names |= {id(buffer): name for name, buffer in buffers.items()}
+
+    def inside(self, module: nn.Module) -> list[torch.Tensor]:
+        """Of a module and those in it."""
+        return self._moved(module.parameters(), module.buffers())
+
+    def own(self, module: nn.Module) -> list[torch.Tensor]:
+        """Of a module alone; lists of parameters in it count as its own."""
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        return self._moved([*own, *_read_by_parent(module)], buffers)
+
+    def _moved(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        found = [inner for parameter in parameters for inner in self._inner.get(id(parameter), (parameter,))]
+        found += [buffer for buffer in buffers if id(buffer) in self._paged]
+        return [tensor for tensor in found if tensor.numel() > 0 and id(tensor) not in self._left_out]
+
+
+class _Finder:
+    def __init__(self, tensors: _Tensors, largest_bytes: int, named: set[nn.Module]) -> None:
+        self._tensors = tensors
         self._largest = largest_bytes
         self._chosen = named
-        self._left_out = left_out
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._block_of: dict[nn.Parameter, int] = {}
+        self._block_of: dict[int, int] = {}  # by the identity of a tensor
         self._blocks: list[Block] = []
-        self._users: list[tuple[str, nn.Module, list[nn.Parameter]]] = []
+        self._users: list[tuple[str, nn.Module, list[torch.Tensor]]] = []
         self._seen: set[nn.Module] = set()
 
     def layout(self) -> Layout:
         layout = Layout(blocks=self._blocks)
         for name, module, parameters in self._users:
-            blocks = tuple(dict.fromkeys(self._block_of[parameter] for parameter in parameters))
+            blocks = tuple(dict.fromkeys(self._block_of[id(parameter)] for parameter in parameters))
             layout.sites.append(Site(name=name, module=module, blocks=blocks))
         return layout
 
@@ -158,7 +208,7 @@ class _Finder:
         if module in self._seen:
             return
         self._seen.add(module)
-        parameters = [parameter for parameter in module.parameters() if self._is_moved(parameter)]
+        parameters = self._tensors.inside(module)
         if not parameters:
             return
         whole = (
@@ -176,18 +226,14 @@ class _Finder:
         if module in self._chosen and isinstance(module, nn.ModuleList):
             self._use_together(name, module, parameters)
             return
-        own = [p for p in module._parameters.values() if p is not None and self._is_moved(p)]
-        own += _read_by_parent(module)
+        own = self._tensors.own(module)
         if own:
             self._use(name, module, own)
         for child_name, child in module.named_children():
             if not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
                 self.visit(f"{name}.{child_name}" if name else child_name, child)
 
-    def _is_moved(self, parameter: nn.Parameter) -> bool:
-        return parameter.numel() > 0 and parameter not in self._left_out
-
-    def _use_together(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    def _use_together(self, name: str, module: nn.Module, parameters: list[torch.Tensor]) -> None:
         """All modules in a list, and in containers in it, use one block."""
         for child_name, child in module.named_children():
             if isinstance(child, _CONTAINERS):
@@ -196,14 +242,15 @@ class _Finder:
                 self._seen.update(child.modules())
                 self._use(f"{name}.{child_name}", child, parameters)
 
-    def _use(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        unique = list(dict.fromkeys(parameters))
-        new = [parameter for parameter in unique if parameter not in self._block_of]
+    def _use(self, name: str, module: nn.Module, parameters: list[torch.Tensor]) -> None:
+        unique = {id(parameter): parameter for parameter in parameters}
+        new = [identity for identity in unique if identity not in self._block_of]
         if new:
             index = len(self._blocks)
-            self._blocks.append(Block(name or "(root)", tuple((self._names[p], p) for p in new)))
+            named = tuple((self._tensors.names[identity], unique[identity]) for identity in new)
+            self._blocks.append(Block(name or "(root)", named))
             self._block_of.update(dict.fromkeys(new, index))
-        self._users.append((name, module, unique))
+        self._users.append((name, module, list(unique.values())))
 
 
 def _read_by_parent(module: nn.Module) -> list[nn.Parameter]:

@@ -36,11 +36,12 @@ from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
 from hydra_ext.runtime.placement.faces import can_dress
 from hydra_ext.runtime.placement.moving_in import check_parameters, move_in, why_not_fillable
-from hydra_ext.runtime.placement.residents import buffer_bytes
+from hydra_ext.runtime.placement.residents import paged_buffers, resident_bytes
 from hydra_ext.runtime.placement.spilling import HostLimit, Spilling
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
+from hydra_ext.state.composites import inner_tensors
 from hydra_ext.tables.discovery import can_be_on_disk, find_tables
 
 if TYPE_CHECKING:
@@ -189,10 +190,18 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         tables = [replace(table, dtype=self._param_dtype, gradient_dtype=self._grad_dtype) for table in found]
         if self._host_limit is not None:
             tables = [table for table in tables if can_be_on_disk(table, self._host_optimizer)]
-        total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
+        buffers = paged_buffers(self._model, self._budget, floating=self._param_dtype is None)
+        tensors = [inner for parameter in self._model.parameters() for inner in inner_tensors(parameter).values()]
+        total = sum(_face_bytes(tensor, self._param_dtype) for tensor in (*tensors, *buffers.values()))
         total -= sum(_face_bytes(table.weight, self._param_dtype) for table in tables)
         largest = block_limit(total, self._budget)
-        return discover(self._model, largest_bytes=largest, modules=blocks, tables=tables)
+        layout = discover(self._model, largest_bytes=largest, modules=blocks, tables=tables, buffers=buffers)
+        if self._param_dtype is not None and layout.composites:
+            raise UnsupportedModel(
+                f"the parameter '{layout.composites[0].name}' is quantised, and param_dtype={self._param_dtype} would "
+                "change its scales: quantise a model of that dtype, and leave out param_dtype="
+            )
+        return layout
 
     @property
     def _host_optimizer(self) -> HostOptimizer | None:
@@ -201,7 +210,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     def _largest_block(self) -> tuple[str, int]:
         """Name and bytes of the largest block, which fits into the budget."""
         sizes = {block.name: _slot_bytes(block.parameters, self._param_dtype) for block in self._layout.blocks}
-        buffers = buffer_bytes(self._model)
+        buffers = resident_bytes(self._model, self._layout)
         name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
         smallest = size + buffers
         if smallest > self._budget:
@@ -408,14 +417,19 @@ def _refuse_unsupported(model: nn.Module) -> None:
                 f"the parameter '{name}' was made in inference mode and counts no changes; build the model outside "
                 "torch.inference_mode()"
             )
-        if not can_dress(parameter):
-            raise UnsupportedModel(
-                f"the parameter '{name}' is a {type(parameter).__name__}, a class with __slots__, whose values the "
-                "forward could not see; give the class ordinary attributes"
-            )
-        reason = why_not_fillable(parameter) if parameter.is_meta else _C.why_not_pageable(parameter)
-        if reason:
-            raise UnsupportedModel(f"the parameter '{name}' {reason}")
+        for path, tensor in inner_tensors(parameter).items():
+            _refuse_unpageable(f"{name}.{path}" if path else name, tensor)
+
+
+def _refuse_unpageable(name: str, parameter: torch.Tensor) -> None:
+    if not can_dress(parameter):
+        raise UnsupportedModel(
+            f"the parameter '{name}' is a {type(parameter).__name__}, a class with __slots__, whose values the "
+            "forward could not see; give the class ordinary attributes"
+        )
+    reason = why_not_fillable(parameter) if parameter.is_meta else _C.why_not_pageable(parameter)
+    if reason:
+        raise UnsupportedModel(f"the parameter '{name}' {reason}")
 
 
 def _refuse_nested(model: nn.Module) -> None:

@@ -122,7 +122,9 @@ class CallState:
             *self._classes,
             apart=self._modules,
         )
-        buffers = [(buffer, version_of(buffer), copied(buffer)) for buffer in module.buffers()]
+        # Large buffers of packed numbers are taken for weights. A second call that finds others in them is refused.
+        own = (buffer for buffer in module.buffers() if buffer.is_floating_point() or not _C.is_face(buffer))
+        buffers = [(buffer, version_of(buffer), copied(buffer)) for buffer in own]
         known = {id(buffer) for buffer, _, _ in buffers}
         others = [
             (tensor, tensor._version, copied(tensor) if is_small(tensor) else None)

@@ -14,6 +14,7 @@ from hydra_ext.checkpoint.format.header import CODES
 from hydra_ext.checkpoint.format.manifest import Manifest
 from hydra_ext.checkpoint.format.tensors import Entry
 from hydra_ext.errors import UnsupportedState
+from hydra_ext.state.composites import composites_of
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,27 @@ class Named:
 def named_tensors(model: nn.Module) -> list[Named]:
     """Parameters and persistent buffers, in the order of ``state_dict()``.
 
+    A composite (:mod:`hydra_ext.state.composites`) has an entry for each inner tensor, such as ``layer.weight.scale``.
+    What its module makes from them for ``state_dict()`` is left out.
+
     Raises:
         UnsupportedState: ``state_dict()`` has other entries, or lacks a parameter or a persistent buffer.
     """
     parameters = {id(parameter): f"parameter '{name}'" for name, parameter in model.named_parameters()}
     buffers = {id(buffer) for buffer in model.buffers()}
+    composites = composites_of(model)
+    inner = {id(each.parameter): each.inner for each in composites}
     expected = parameters | _persistent_buffers(model)
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in inner:
+            expected.pop(id(value), None)
+            for path, tensor in inner[id(value)].items():
+                found.setdefault(id(tensor), ([], tensor))[0].append(f"{name}.{path}" if path else name)
+            continue
         if id(value) not in parameters and id(value) not in buffers:
+            if any(_is_made_from(name, each.name) for each in composites):
+                continue
             raise UnsupportedState(
                 f"'{name}' in the model's state_dict() is neither a parameter nor a buffer, but a "
                 f"{type(value).__name__}, which could not be restored: register it as a buffer"
@@ -52,6 +65,12 @@ def named_tensors(model: nn.Module) -> list[Named]:
                 "parameter and persistent buffer"
             )
     return [Named(tuple(names), tensor) for names, tensor in found.values()]
+
+
+def _is_made_from(name: str, composite: str) -> bool:
+    """Whether an entry of ``state_dict()`` is below a composite, or beside it in its module: bitsandbytes has both."""
+    below = name.startswith(f"{composite}.")
+    return below or name.rpartition(".")[0] == composite.rpartition(".")[0]
 
 
 def _persistent_buffers(model: nn.Module) -> dict[int, str]:

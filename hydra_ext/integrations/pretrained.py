@@ -48,7 +48,7 @@ def from_pretrained(
     Raises:
         MissingDependency: transformers is not installed, or too old.
         InvalidArgument: The configuration has no such option; or ``dtype`` is none.
-        UnsupportedModel: The model keeps parts in another dtype than ``dtype``, or its weights are quantized.
+        UnsupportedModel: The model keeps parts in another dtype than ``dtype``, or its weights are quantised.
         WeightsError: The files lack a tensor of the model, for example of a new head, or are damaged.
     """
     expect_version("transformers", "4.56", what="hydra_ext.from_pretrained()")
@@ -88,8 +88,8 @@ def _configuration(folder: Path, source: str | os.PathLike[str], options: dict[s
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(
-            f"the weights of {source} are quantized, and packed bytes with their scales cannot be paged: take the "
-            "weights that they were made from"
+            f"the weights of {source} are quantised, which transformers reads: hydra_ext.offload() takes the model of "
+            "the class's own from_pretrained(), with its packed bytes on the host"
         )
     return config
 

@@ -15,6 +15,7 @@ from hydra_ext.profile.call_log import UNKNOWN, Call, amount
 from hydra_ext.profile.figures import BlockFigures, Chain, Link, ModuleFigures, Peaks, Profile
 from hydra_ext.profile.timeline import Part
 from hydra_ext.profile.watch import Watch
+from hydra_ext.state.composites import inner_tensors
 
 _BLOCKS_PER_MODEL = 16  # as offload cuts it, where the budget does not ask for smaller ones
 
@@ -23,7 +24,8 @@ def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) 
     """The figures of a model whose microbatch has run under the watch."""
     form = _Form(model, watch)
     forward, backward = watch.log.calls[0].seconds
-    weights = sum(_bytes(parameter, param_dtype) for parameter in model.parameters())
+    inner = (tensor for parameter in model.parameters() for tensor in inner_tensors(parameter).values())
+    weights = sum(_bytes(tensor, param_dtype) for tensor in inner)
     layout = discover(model, largest_bytes=weights // _BLOCKS_PER_MODEL)
     return Profile(
         modules=form.figures(),

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
@@ -68,7 +68,7 @@ class _Share:
     """
 
     index: int
-    parameter: nn.Parameter
+    parameter: Tensor
     mark: int
     buffer: Tensor
     from_device: bool = False
@@ -157,7 +157,7 @@ class _Order:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.trained: list[list[tuple[int, nn.Parameter]]] = []
+        self.trained: list[list[tuple[int, Tensor]]] = []
         self.left: list[int] = []
         self._layout = layout
         self._last_turns: list[int] = []  # by block, the last turn that adds to its gradients
@@ -534,7 +534,7 @@ class Averaging:
             share.parameter.grad.copy_(mean)
 
 
-def _share(index: int, parameter: nn.Parameter, gathered: Tensor | None, arrived: bool) -> _Share:
+def _share(index: int, parameter: Tensor, gathered: Tensor | None, arrived: bool) -> _Share:
     if gathered is not None:
         return _Share(index, parameter, _ARRIVED if arrived else _UNCHANGED, gathered, from_device=True)
     gradient = parameter.grad
@@ -548,7 +548,7 @@ def _share(index: int, parameter: nn.Parameter, gathered: Tensor | None, arrived
     return _Share(index, parameter, _UNCHANGED, lying.clone())  # a copy, as the gradient may have to stay as it is
 
 
-def _zeros_like(parameter: nn.Parameter) -> Tensor:
+def _zeros_like(parameter: Tensor) -> Tensor:
     size, stride = parameter.size(), parameter.stride()
     return torch.empty_strided(size, stride, dtype=parameter.dtype, device="cpu").zero_()
 

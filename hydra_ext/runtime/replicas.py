@@ -269,7 +269,7 @@ def describe(model: nn.Module, layout: Layout) -> list[str]:
     return lines + [f"a buffer '{name}' of {_kind(buffer)}" for name, buffer in model.named_buffers()]
 
 
-def _trained(parameter: nn.Parameter) -> str:
+def _trained(parameter: Tensor) -> str:
     return "a trained parameter" if parameter.requires_grad else "a frozen parameter"
 
 

@@ -24,13 +24,12 @@ from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.averaging import IN_BACKWARD, IN_STEP, Averaging
 from hydra_ext.runtime.fit import Fit
 from hydra_ext.runtime.placement.devices import Place
-from hydra_ext.runtime.placement.faces import dress
+from hydra_ext.runtime.placement.faces import show_faces
 from hydra_ext.runtime.placement.homes import Homes
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.reporting.figures import Callback, StepMeter, TokenCount
 from hydra_ext.runtime.reporting.report import Report, make_report
-from hydra_ext.runtime.reporting.trace import Trace
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.microbatch import Microbatch, Work, checked_seeds
 from hydra_ext.runtime.rounds.step import Reduction, StepOptions, StepOutput, Stepper
@@ -272,6 +271,8 @@ class Run:
         """
         if self.closed:
             raise StateError("run.trace: the offload context of this model has ended")
+        from hydra_ext.runtime.reporting.trace import Trace
+
         return Trace(self, path)
 
     def refresh(self) -> None:
@@ -412,18 +413,16 @@ class Run:
         Args:
             casts: Why types change on the way between host and device; empty if they do not.
         """
-        self._place.open(self.model, arena)
-        self.core.memory.charge_buffers(self._place.uncounted_bytes(self.model))
-        hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
-        for host, face in zip(hosts, self.core.blocks.faces(), strict=True):
-            dress(face, host)
-            self._faces[id(host)] = face
-            self.core.gate.show(host, face)
+        self._place.open(self.model, arena, self.layout)
+        self.core.memory.charge_buffers(self._place.uncounted_bytes(self.model, self.layout))
+        self._faces = show_faces(self.core, self.layout, self.device)
         open_tables(self.tables, self.core.gate, optimizer)
         for name, module in self.model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # scripted modules with parameters were refused
                 self.core.gate.watch(module._parameters, f"the parameters of '{name}'")
                 self.core.gate.watch(module._modules, f"the modules of '{name}'")
+            if any(buffer is paged for buffer in module._buffers.values() for paged in self.layout.buffers.values()):
+                self.core.gate.watch(module._buffers, f"the buffers of '{name}'")
         if self._saving is not None:
             self._saving.hook()  # inside the sites' calls, where no fiber parks
         if self.fit is not None:

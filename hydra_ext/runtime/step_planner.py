@@ -22,7 +22,7 @@ from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting, Wishes
 from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.profile.figures import BlockFigures
 from hydra_ext.runtime.fit import STRICT, FitOwner
-from hydra_ext.runtime.placement.residents import buffer_bytes
+from hydra_ext.runtime.placement.residents import resident_bytes
 from hydra_ext.runtime.placement.spilling import Spilling
 
 logger = logging.getLogger(__name__)
@@ -349,7 +349,7 @@ class StepPlanner:
             microbatches=microbatches,
             to_device=to_device,
             to_host=to_host,
-            buffer_bytes=buffer_bytes(self._owner.model),
+            buffer_bytes=resident_bytes(self._owner.model, self._owner.layout),
             update_seconds=self.update_seconds,
             round_sizes=round_sizes,
             recompute=recompute,

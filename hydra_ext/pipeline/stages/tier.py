@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Block, Layout, Site, block_limit, discover
-from hydra_ext.errors import BudgetTooSmall
+from hydra_ext.errors import BudgetTooSmall, UnsupportedModel
 from hydra_ext.pipeline.stages.versions import StageWeights
 from hydra_ext.policy import Checks
 from hydra_ext.runtime.placement.devices import Place
@@ -111,7 +111,12 @@ class Tier:
 
 def _layout(root: nn.Module, budget: int) -> Layout:
     total = sum(parameter.nbytes for parameter in root.parameters() if not is_absent(parameter))
-    return discover(root, largest_bytes=block_limit(total, budget))
+    layout = discover(root, largest_bytes=block_limit(total, budget))
+    if layout.composites:
+        raise UnsupportedModel(
+            f"the parameter '{layout.composites[0].name}' is quantised: a pipeline moves plain weights alone"
+        )
+    return layout
 
 
 def _present(layout: Layout) -> Layout:
@@ -130,7 +135,7 @@ def _present(layout: Layout) -> Layout:
 def _versioned(layout: Layout, weights: Sequence[StageWeights]) -> Layout:
     """The layout with a block for each slot: trained parameters in every slot, frozen ones in a block of their own."""
     slots = max((len(each.slots) for each in weights), default=1)
-    leaves = {
+    leaves: dict[Tensor, list[nn.Parameter]] = {
         parameter: each.leaves_of(index) for each in weights for index, (_, parameter) in enumerate(each.parameters)
     }
     blocks: list[Block] = []  # of all slots

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hydra_ext import _C, _build_info, _guard
+from hydra_ext.blocks import Layout
 from hydra_ext.errors import BudgetTooSmall, InvalidBudget, InvalidDevice, StateError
 from hydra_ext.policy import SimulatedDevice
 from hydra_ext.runtime import scaling
-from hydra_ext.runtime.placement.residents import Residents, buffer_bytes
+from hydra_ext.runtime.placement.residents import Residents, resident_bytes
 from hydra_ext.tracing import not_traced
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class Place(ABC):
             "int or a text such as '8GiB'"
         )
 
-    def uncounted_bytes(self, _model: nn.Module) -> int:
+    def uncounted_bytes(self, _model: nn.Module, _layout: Layout) -> int:
         """Bytes of residents that the device's allocator does not count."""
         return 0
 
@@ -158,9 +159,9 @@ class Place(ABC):
         tensor = value.data if isinstance(value, PackedSequence) else value
         return value.to(self.device) if tensor.device.type == "cpu" else value
 
-    def open(self, model: nn.Module, arena: _C.HostArena) -> None:
+    def open(self, model: nn.Module, arena: _C.HostArena, layout: Layout) -> None:
         """Moves the residents to the device before the first forward. :meth:`close` undoes it."""
-        self._residents = Residents(model, self.device)
+        self._residents = Residents(model, self.device, layout)
         self._residents.move_in()
         if self.tenant is not None:
             self.tenant.claims[id(self)] = self._claim
@@ -239,8 +240,8 @@ class SimulatedPlace(Place):
             faults=options.faults,
         )
 
-    def uncounted_bytes(self, model: nn.Module) -> int:
-        return buffer_bytes(model)
+    def uncounted_bytes(self, model: nn.Module, layout: Layout) -> int:
+        return resident_bytes(model, layout)
 
     @not_traced
     def move_input(self, value: Any) -> Any:
@@ -310,7 +311,7 @@ class CudaPlace(Place):
         at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()
         return self.inputs.copy(value, self.device) if at_once else super().move_input(value)
 
-    def open(self, model: nn.Module, arena: _C.HostArena) -> None:
+    def open(self, model: nn.Module, arena: _C.HostArena, layout: Layout) -> None:
         if arena.pageable_bytes > 0:
             logger.warning(
                 "%s of host memory could not be pinned: copies are slower and block the host. Raise the limit on "
@@ -322,7 +323,7 @@ class CudaPlace(Place):
                 "torch.backends.cudnn.benchmark tries algorithms with workspaces of any size, which count toward the "
                 "budget; switch it off if memory runs out"
             )
-        super().open(model, arena)
+        super().open(model, arena, layout)
         torch.cuda.empty_cache()
         scaling.read_blocking()
         self._opened = True

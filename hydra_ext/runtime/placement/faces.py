@@ -1,12 +1,16 @@
 """Gives a device parameter the class and the attributes of its host parameter.
 
 Users set attributes on parameters (``weight.infshape``, ``weight.gain``), and libraries give them classes with methods
-of their own. Both faces share one dictionary of attributes, so those that a forward sets exist afterwards.
+of their own. Both faces share one dictionary of attributes, so those that a forward sets exist afterwards. The faces of
+composites (:mod:`hydra_ext.state.composites`) have attributes of their own.
 """
 
 from __future__ import annotations
 
 import torch
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
 
 
 def dress(face: torch.Tensor, host: torch.Tensor) -> None:
@@ -22,3 +26,20 @@ def can_dress(host: torch.Tensor) -> bool:
     except TypeError:
         return False
     return True
+
+
+def show_faces(core: _C.PagedModel, layout: Layout, device: torch.device) -> dict[int, torch.Tensor]:
+    """Gives windows the device parameters that they show; returns all by the identity of their hosts."""
+    hosts = [host for block in layout.blocks for _, host in block.parameters]
+    faces = {id(host): face for host, face in zip(hosts, core.blocks.faces(), strict=True)}
+    inside = faces | {id(host): host.to(device) for host in layout.stay}
+    composed = {id(each.parameter) for each in layout.composites}
+    for host in hosts:
+        if id(host) not in composed:
+            dress(faces[id(host)], host)
+            core.gate.show(host, faces[id(host)])
+    for composite in layout.composites:
+        face = composite.around(inside)
+        faces[id(composite.parameter)] = face
+        core.gate.show(composite.parameter, face)
+    return faces

@@ -1,6 +1,7 @@
-"""Residents: the model's buffers, which are on the device for the whole context.
+"""Residents: the model's buffers, which are on the device for the whole context, but for paged ones.
 
-Buffers stay on the device because forwards write to them. Meanwhile ``state_dict()`` returns host copies. When the
+Buffers stay on the device because forwards write to them, as long as they take a small part of the budget
+(:func:`paged_buffers`). Meanwhile ``state_dict()`` returns host copies. When the
 context ends, the model has its own buffers again, with the new values.
 
 Recurrent modules keep a list of their weights. When the weights have changed, they move them into one memory, which
@@ -16,12 +17,20 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.runtime.placement.faces import can_dress
+
+_BUFFERS_PER_BUDGET = 8  # buffers that stay take at most one part in so many of the budget
+_LEAST_PAGED = 4096  # bytes: smaller buffers are not paged
+
 
 class Residents:
     """The residents of one model. :meth:`move_in` and :meth:`move_out` alternate; a repeated call is a no-op."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, layout: Layout) -> None:
         self._model = model
+        self._paged = {id(buffer) for buffer in layout.buffers.values()}
         self._device = device
         self._in = False
         self._hosts: dict[int, torch.Tensor] = {}  # host buffers by the device buffer's identity
@@ -39,7 +48,7 @@ class Residents:
         moved: dict[int, torch.Tensor] = {}  # by the host buffer's identity: modules may share one
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "cpu":
+                if buffer is not None and buffer.device.type == "cpu" and id(buffer) not in self._paged:
                     module._buffers[key] = self._moved(buffer, moved)
             if module._buffers:
                 self._handles.append(module.register_state_dict_post_hook(_state_on_host))  # type: ignore[no-untyped-call]
@@ -76,8 +85,58 @@ class Residents:
         return host
 
 
+def resident_bytes(model: nn.Module, layout: Layout) -> int:
+    """Bytes of a model that stay on the device: buffers that are not paged, and inner tensors of composites."""
+    paged = {id(buffer) for buffer in layout.buffers.values()}
+    buffers = [buffer for buffer in model.buffers() if id(buffer) not in paged]
+    return sum(part.nbytes for tensor in (*buffers, *layout.stay) for part in _parts(tensor))
+
+
 def buffer_bytes(model: nn.Module) -> int:
     return sum(part.nbytes for buffer in model.buffers() for part in _parts(buffer))
+
+
+def paged_buffers(model: nn.Module, budget: int, *, floating: bool) -> dict[str, torch.Tensor]:
+    """The buffers to page, by their names: the largest, until the others take a small part of the budget.
+
+    Only plain tensors in memory of their own are paged: nothing else could see that the device has newer numbers.
+
+    Args:
+        floating: Whether floating-point buffers may be among them.
+    """
+    left = buffer_bytes(model)
+    found: dict[str, torch.Tensor] = {}
+    if left <= budget // _BUFFERS_PER_BUDGET:
+        return found
+    elsewhere = _attribute_memory(model)
+    scripted = {id(b) for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for b in m.buffers()}
+    named = sorted(model.named_buffers(), key=lambda item: item[1].nbytes, reverse=True)
+    for name, buffer in named:
+        if left <= budget // _BUFFERS_PER_BUDGET or buffer.nbytes < _LEAST_PAGED:
+            break
+        allowed = floating or not buffer.is_floating_point()
+        if allowed and id(buffer) not in scripted and _is_pageable(buffer) and _memory(buffer) not in elsewhere:
+            found[name] = buffer
+            left -= buffer.nbytes
+    return found
+
+
+def _is_pageable(buffer: torch.Tensor) -> bool:
+    if buffer.requires_grad or buffer.is_inference() or not can_dress(buffer) or _C.why_not_pageable(buffer):
+        return False
+    storage = buffer.untyped_storage()
+    # The Python object of the storage is one of its two owners.
+    return storage.nbytes() == buffer.nbytes and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _attribute_memory(model: nn.Module) -> set[int]:
+    """The memory of tensors that modules have as plain attributes."""
+    tensors = [value for module in model.modules() for value in module.__dict__.values()]
+    return {_memory(each) for each in tensors if isinstance(each, torch.Tensor) and each.layout == torch.strided}
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from hydra_ext import _C
+from hydra_ext.runtime import engine
 from hydra_ext.state import numbers
 from hydra_ext.state.memory import WeakPlace
 from hydra_ext.state.numbers import has_plain_numbers, is_small, may_have_changed, version_of
@@ -122,19 +123,22 @@ class ModelBuffers:
             NotedBuffer(module, name, self._copies.note(buffer))
             for model in models
             for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            for name, buffer in _buffers_of(module)
         ]
 
 
 def note(modules: Iterable[nn.Module]) -> list[NotedBuffer]:
     """Notes the buffers of these modules, without those of modules inside them."""
     return [
-        NotedBuffer(module, name, NotedTensor.of(buffer))
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        NotedBuffer(module, name, NotedTensor.of(buffer)) for module in modules for name, buffer in _buffers_of(module)
     ]
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of one module, without paged ones: the core notes writes to these as to parameters."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not _C.is_face(buffer) and not engine.holds(buffer):
+            yield name, buffer
 
 
 def differs(one: NotedBuffer) -> bool:

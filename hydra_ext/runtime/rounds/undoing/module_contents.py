@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.undoing.accesses import Key
 from hydra_ext.runtime.rounds.undoing.buffers import LatestCopies, NotedTensor
 from hydra_ext.state.contents import (
@@ -176,7 +177,7 @@ class ModuleContents:
                     rest += self._note_content(owner, value)
 
     def _note_tensor(self, owner: nn.Module, tensor: Tensor) -> None:
-        if isinstance(tensor, nn.Parameter) or not tensor.is_leaf:
+        if isinstance(tensor, nn.Parameter) or not tensor.is_leaf or engine.holds(tensor):
             return
         if self._copies is not None:
             noted = self._copies.of_tensor(tensor)
