@@ -32,6 +32,7 @@ from hydra_ext.profile.microbatch import in_rows, nothing_compiled, random_state
 from hydra_ext.profile.operators import run_on_fakes, seconds_of, workspace_of
 from hydra_ext.profile.replacing import replaced
 from hydra_ext.profile.watch import OperatorCost, Watch
+from hydra_ext.state.composites import composites_of
 
 Example = TypeVar("Example")
 
@@ -75,6 +76,7 @@ def dry_run(
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise UnsupportedModel(f"'{lazy[0]}' has no shape yet: call the model once, or give it its shape")
+    _refuse_attributes(model)
     place = device_of(model, device)
     cost = costs_on(place, param_dtype or dtype_of(model), speed)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -106,6 +108,13 @@ def faked(
 class _OnFakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_on_fakes(func, args, kwargs or {})
+
+
+def _refuse_attributes(model: nn.Module) -> None:
+    for composite in composites_of(model):
+        if "" in composite.inner:
+            reason = f"'{composite.name}' is a {type(composite.parameter).__name__} with tensors in its attributes"
+            raise NotOnFakeTensors(f"the model cannot run on fake tensors: {reason}", reason=reason)
 
 
 def costs_on(device: torch.device, dtype: torch.dtype, speed: Speed | None) -> OperatorCost:

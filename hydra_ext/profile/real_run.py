@@ -23,6 +23,7 @@ from hydra_ext.profile.microbatch import in_rows, random_state_kept, run_microba
 from hydra_ext.profile.replacing import Replacements, replaced
 from hydra_ext.profile.watch import Elsewhere, Place, Watch
 from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.composites import Composite, inner_tensors
 from hydra_ext.state.memory import Undo, storage_key
 from hydra_ext.state.snapshot import Snapshot
 
@@ -107,7 +108,12 @@ class _Doubles(Replacements):
             data = tensor.data  # has versions of its own
             if self._param_dtype is not None and data.is_floating_point():
                 data = data.to(self._param_dtype)
-            return nn.Parameter(data, requires_grad=tensor.requires_grad)
+            made: Tensor = nn.Parameter(data, requires_grad=tensor.requires_grad)
+            inner = inner_tensors(tensor)
+            if [*inner] == [""] or "" not in inner:
+                return made
+            others = {id(each): each for each in inner.values()} | {id(tensor): made}
+            return Composite("", tensor, inner).around(others)
         data = tensor.detach()
         made = data.clone() if _has_no_plain_storage(data) else _copied(data)
         return made.to(self._device).requires_grad_(tensor.requires_grad)

@@ -83,8 +83,9 @@ class StopsOne(Guide):
 @pytest.mark.usefixtures("gaining")
 def test_a_long_evaluation_is_no_hang_of_the_others(tmp_path: Path) -> None:
     slow = partial(drives.slowly, seconds=0.02)
-    jobs = [job("judged", loss=trainings.slow_judge, steps=3), job("other", loss=slow, steps=12)]
-    results = together(tmp_path, jobs, patience=1.5)
+    judge = partial(trainings.slow_judge, seconds=2.0)
+    jobs = [job("judged", loss=judge, steps=3), job("other", loss=slow, steps=12)]
+    results = together(tmp_path, jobs, patience=3.5)
     assert_as_alone(results, jobs)
     assert all(len(result.stretches) == 1 for result in results.values())
 

@@ -190,3 +190,11 @@ def test_a_subclass_that_is_trained_is_refused() -> None:
     model[0].base.weight = weight.requires_grad_()
     with pytest.raises(UnsupportedModel, match=r"'0.base.weight' is a tensor subclass without plain storage"):
         hydra_ext.offload(model, budget=BUDGET)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "buffers"])
+def test_a_plan_counts_packed_bytes(kind: str) -> None:
+    model = quantised(kind)
+    plan = hydra_ext.plan.fit(model, batches(0)[0], loss_of(model), budget=10 * BUDGET)
+    packed_bytes = sum(tensor.nbytes for each in model.parameters() for tensor in inner_tensors(each).values())
+    assert packed_bytes <= plan.host_bytes < 2 * packed_bytes

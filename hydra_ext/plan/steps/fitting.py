@@ -25,6 +25,7 @@ from hydra_ext.policy import parse_bytes
 from hydra_ext.profile.cards import USABLE, Card, bytes_per_second, card_named, link_of, speed_of_this_machine
 from hydra_ext.profile.dry_run import dry_run, dtype_of
 from hydra_ext.profile.real_run import has_numbers, real_run
+from hydra_ext.state.composites import inner_tensors
 
 Example = TypeVar("Example")
 
@@ -204,7 +205,7 @@ def _held_by_host(model: nn.Module, optimizer: torch.optim.Optimizer | float) ->
     else:
         raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
     return _HeldByHost(
-        weights=sum(parameter.nbytes for parameter in model.parameters()),
+        weights=sum(tensor.nbytes for each in model.parameters() for tensor in inner_tensors(each).values()),
         trained=sum(parameter.nbytes for parameter in trained),
         state=state,
     )

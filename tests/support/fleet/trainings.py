@@ -183,10 +183,10 @@ def mishap(model: nn.Module, microbatch: tuple[Tensor, Tensor], *, what: str, fo
     return loss(model, microbatch)
 
 
-def slow_judge(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
+def slow_judge(model: nn.Module, microbatch: tuple[Tensor, Tensor], *, seconds: float = 0.9) -> Tensor:
     """The loss, which takes its time in evaluations."""
     if not torch.is_grad_enabled():
-        time.sleep(0.9)
+        time.sleep(seconds)
     return loss(model, microbatch)
 
 
