@@ -8,14 +8,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hydra_ext.construction import fill
+from hydra_ext.construction import fill, has_source
 from hydra_ext.construction.building import replace_contents
+from hydra_ext.errors import UnsupportedModel
 from hydra_ext.integrations.versions import expect_version
 
 expect_version("peft", "0.17", what="hydra_ext.integrations.peft")
 
 import peft
 from peft.utils import ModulesToSaveWrapper
+
+_FROM_WEIGHTS = (
+    "get_peft_model(): adapters of this {} are computed from the base's weights, as those of DoRA and PiSSA are, and a "
+    "materialized base has none yet: build it with its weights, by the class's own from_pretrained()"
+)
 
 
 def get_peft_model(model: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,12 +33,22 @@ def get_peft_model(model: nn.Module, config: Any, *args: Any, **kwargs: Any) -> 
 
     Raises:
         WeightsError: A file of the base cannot be read any more, or has changed.
+        UnsupportedModel: Adapters are computed from the base's weights, which are not there yet. The base may have
+            some adapters by then: build it anew.
     """
-    with _StaysOnHost():
-        around = peft.get_peft_model(model, config, *args, **kwargs)
+    lacks_weights = any(parameter.is_meta for parameter in model.parameters())
+    try:
+        with _StaysOnHost():
+            around = peft.get_peft_model(model, config, *args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if not lacks_weights:
+            raise
+        raise UnsupportedModel(_FROM_WEIGHTS.format(type(config).__name__)) from error
     for module in around.modules():
         if isinstance(module, ModulesToSaveWrapper):
             _fill_copies(module)
+    if any(parameter.is_meta and not has_source(parameter) for parameter in around.parameters()):
+        raise UnsupportedModel(_FROM_WEIGHTS.format(type(config).__name__))
     return around
 
 
