@@ -353,7 +353,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         replicas.together(lambda: check_parameters(self._model, self._optimizer))
         dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"
         replicas.expect_alike([dtypes, *describe(self._model, self._layout)])
-        replicas.follow_first(list(self._model.buffers()))
+        replicas.follow_first([*self._model.buffers(), *self._layout.stay])
         return replicas
 
     def __exit__(

@@ -25,6 +25,7 @@ from hydra_ext.activations.report import StashReport
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import InvalidArgument
 from hydra_ext.policy import Compress, Keep, Offload, Recompute
+from hydra_ext.state.composites import inner_tensors
 from hydra_ext.tracing import not_traced, nothing_traced
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class Saving:
     def hook(self) -> None:
         """Installs the modules' policies and parts, until :meth:`unhook`."""
         if self._model is not None:
-            self._core.protect([*self._model.parameters(), *self._model.buffers()])
+            weights = [inner for each in self._model.parameters() for inner in inner_tensors(each).values()]
+            self._core.protect([*weights, *self._model.buffers()])
         for call in self._stand_ins:
             call.install()
         functional.install()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext.errors import AlreadyOffloaded, UnsupportedModel
+from hydra_ext.errors import AlreadyOffloaded, ModelChanged, UnsupportedModel
 from hydra_ext.state.composites import inner_tensors
 from support.benches import assert_same
 from support.composites import KINDS, LAYERS, WIDTH, Packed, packed, quantised, trained_of
@@ -181,6 +181,16 @@ def test_what_cannot_be_kept_exact_is_refused() -> None:
         hydra_ext.offload(model, budget=BUDGET, param_dtype=torch.bfloat16)
     with hydra_ext.offload(model, budget=BUDGET), pytest.raises(AlreadyOffloaded, match=r"'0.base.weight' is inside"):
         hydra_ext.offload(nn.Sequential(model[0]), budget=BUDGET).__enter__()
+
+
+def test_a_weight_that_is_unfrozen_inside_is_refused() -> None:
+    model = quantised("subclass")
+    with hydra_ext.offload(model, budget=BUDGET):
+        model[2].base.weight.requires_grad_()
+        with pytest.raises(ModelChanged, match=r"'2.base.weight' was frozen when the context was entered"):
+            model(batches(0)[0])
+        model[2].base.weight.requires_grad_(False)
+        model(batches(0)[0])
 
 
 def test_a_subclass_that_is_trained_is_refused() -> None:

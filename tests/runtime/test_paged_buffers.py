@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hydra_ext
 from support.benches import assert_same
+from support.composites import packed
 from support.runtime.outcomes import POISONED
 
 WIDTH = 64
@@ -133,6 +134,8 @@ def test_small_buffers_and_those_seen_elsewhere_stay_on_the_device() -> None:
     model[0].alias = model[0].table
     model[1].view = model[1].table[:2]
     model[2].register_buffer("small", torch.zeros(8))
+    model[2].register_buffer("sparse", torch.eye(8).to_sparse())
+    model[3].packed = packed(torch.ones(2, 2))
     with hydra_ext.offload(model, budget=BUDGET + 4 * WIDTH * WIDTH) as run:
         assert set(run.layout.buffers) == {f"{number}.table" for number in range(2, 6)}
-        assert run.report().peak_buffers_bytes == 2 * 4 * WIDTH * WIDTH + 32
+        assert run.report().peak_buffers_bytes == 2 * 4 * WIDTH * WIDTH + 32 + 8 * (2 * 8 + 4)

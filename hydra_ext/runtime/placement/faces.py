@@ -7,10 +7,14 @@ composites (:mod:`hydra_ext.state.composites`) have attributes of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
+from hydra_ext.errors import ModelChanged
+from hydra_ext.state.composites import Composite
 
 
 def dress(face: torch.Tensor, host: torch.Tensor) -> None:
@@ -26,6 +30,16 @@ def can_dress(host: torch.Tensor) -> bool:
     except TypeError:
         return False
     return True
+
+
+def refuse_trained(composites: Sequence[Composite]) -> None:
+    """Raises ModelChanged if a composite has been unfrozen: its gradient would be lost."""
+    for composite in composites:
+        if composite.parameter.requires_grad:
+            raise ModelChanged(
+                f"the quantised parameter '{composite.name}' was frozen when the context was entered, and requires a "
+                "gradient now: leave it frozen"
+            )
 
 
 def show_faces(core: _C.PagedModel, layout: Layout, device: torch.device) -> dict[int, torch.Tensor]:

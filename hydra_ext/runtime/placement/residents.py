@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.placement.faces import can_dress
+from hydra_ext.state.composites import inner_tensors
 
 _BUFFERS_PER_BUDGET = 8  # buffers that stay take at most one part in so many of the budget
 _LEAST_PAGED = 4096  # bytes: smaller buffers are not paged
@@ -110,7 +111,8 @@ def paged_buffers(model: nn.Module, budget: int, *, floating: bool) -> dict[str,
         return found
     elsewhere = _attribute_memory(model)
     scripted = {id(b) for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for b in m.buffers()}
-    named = sorted(model.named_buffers(), key=lambda item: item[1].nbytes, reverse=True)
+    dense = [(name, buffer) for name, buffer in model.named_buffers() if buffer.layout == torch.strided]
+    named = sorted(dense, key=lambda item: item[1].nbytes, reverse=True)
     for name, buffer in named:
         if left <= budget // _BUFFERS_PER_BUDGET or buffer.nbytes < _LEAST_PAGED:
             break
@@ -135,8 +137,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _attribute_memory(model: nn.Module) -> set[int]:
     """The memory of tensors that modules have as plain attributes."""
-    tensors = [value for module in model.modules() for value in module.__dict__.values()]
-    return {_memory(each) for each in tensors if isinstance(each, torch.Tensor) and each.layout == torch.strided}
+    values = [value for module in model.modules() for value in module.__dict__.values()]
+    tensors = [inner for each in values if isinstance(each, torch.Tensor) for inner in inner_tensors(each).values()]
+    return {_memory(each) for each in tensors if not _C.why_not_pageable(each)}
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
