@@ -84,7 +84,8 @@ class Layout:
         tables: Parameters that are in no block, because they move by rows.
         composites: Parameters of which blocks have the inner tensors.
         buffers: Paged buffers by their names.
-        stay: Tensors that stay on the device: inner tensors that several composites share, or without elements.
+        stay: Tensors that stay on the device: inner tensors that several composites share, that are buffers, too, or
+            without elements.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -159,7 +160,10 @@ class _Tensors:
         self.composites = tuple(composites_of(model))
         uses = Counter(id(inner) for each in self.composites for inner in each.inner.values())
         inside = [inner for each in self.composites for inner in each.inner.values()]
-        self.stay = tuple({id(t): t for t in inside if uses[id(t)] > 1 or t.numel() == 0}.values())
+        registered = {id(buffer) for buffer in model.buffers()}
+        self.stay = tuple(
+            {id(t): t for t in inside if uses[id(t)] > 1 or t.numel() == 0 or id(t) in registered}.values()
+        )
         self._left_out = {id(tensor) for tensor in (*left_out, *self.stay)}
         self._inner = {id(each.parameter): tuple(each.inner.values()) for each in self.composites}
         self._paged = {id(buffer) for buffer in buffers.values()}

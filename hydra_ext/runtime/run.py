@@ -36,6 +36,7 @@ from hydra_ext.runtime.rounds.step import Reduction, StepOptions, StepOutput, St
 from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.composites import forget_device
 from hydra_ext.tables.discovery import open_tables, report_on, table_rows
 from hydra_ext.tracing import not_traced
 
@@ -422,7 +423,7 @@ class Run:
                 self.core.gate.watch(module._parameters, f"the parameters of '{name}'")
                 self.core.gate.watch(module._modules, f"the modules of '{name}'")
             if any(buffer is paged for buffer in module._buffers.values() for paged in self.layout.buffers.values()):
-                self.core.gate.watch(module._buffers, f"the buffers of '{name}'")
+                self.core.gate.watch(module._buffers, "")  # forwards may add buffers, and take some away
         if self._saving is not None:
             self._saving.hook()  # inside the sites' calls, where no fiber parks
         if self.fit is not None:
@@ -460,6 +461,7 @@ class Run:
             if self.replicas is not None:
                 stack.callback(self.replicas.leave)
             stack.callback(self._place.close)
+            stack.callback(forget_device, self.model)
             stack.callback(self.core.close)
             stack.callback(self._wait_for_others)
             stack.callback(_C.suspend_charging)

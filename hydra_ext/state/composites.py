@@ -72,6 +72,14 @@ def inner_tensors(parameter: Tensor) -> dict[str, Tensor]:
     return {"": parameter, **inner}
 
 
+def forget_device(model: nn.Module) -> None:
+    """At the end of a context: what :func:`_rejoin` has undone was done again, with tensors of the context."""
+    for module in model.modules():
+        state: Any = module.__dict__.get("state")
+        if type(module._parameters.get("weight")).__name__ == "Int8Params" and hasattr(state, "SCB"):
+            state.CB = state.SCB = None
+
+
 def _rejoin(module: Any) -> None:
     """Undoes the first forward of an 8-bit layer of bitsandbytes, which moves tensors from the weight to the module.
 
@@ -110,13 +118,14 @@ def _assembled(tensor: Any, others: Mapping[int, Tensor]) -> Tensor:
 
 
 def _reached(attributes: Mapping[str, Any], prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that attributes lead to, through objects, but not through modules."""
+    """The plain tensors that attributes lead to, through objects, but not through modules."""
     for name, value in attributes.items():
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            yield f"{prefix}{name}", value
+            if not isinstance(value, nn.Parameter) and not value.requires_grad:
+                yield f"{prefix}{name}", value
         elif _may_lead_on(value):
             yield from _reached(value.__dict__, f"{prefix}{name}.", seen)
 

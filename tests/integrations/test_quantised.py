@@ -5,6 +5,7 @@ The libraries are installed for the full tests only; `runtime/test_composites.py
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,17 @@ def test_a_trainer_trains_adapters_on_a_quantised_base(kind: str, base: Path, tm
         [torch.tensor(entry["loss"]) for entry in each.state.log_history if "loss" in entry] for each in (plain, ours)
     ]
     assert_same(*losses)
+
+
+def test_a_base_of_8_bits_works_before_and_after_the_context(base: Path) -> None:
+    ids = torch.arange(16)[None]
+    model = adapted(base, "bitsandbytes int8").eval()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with hydra_ext.offload(model, budget=OF_INT8, checks=POISONED):
+            inside = model(input_ids=ids).logits
+        copied = copy.deepcopy(model)
+        assert_same([expected] * 3, [inside, model(input_ids=ids).logits, copied(input_ids=ids).logits])
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -164,6 +164,26 @@ def test_attributes_that_users_give_to_quantised_weights_are_seen_inside() -> No
     assert seen == ["first"]
 
 
+def test_attributes_that_are_parameters_or_buffers_are_no_part_of_a_weight() -> None:
+    def build() -> nn.Sequential:
+        model = quantised("attributes")
+        for layer in model:
+            layer.base.weight.beside = model[0].up.weight  # is trained
+            layer.base.weight.largest_seen = layer.base.weight.coding.largest
+            layer.base.register_buffer("largest", layer.base.weight.coding.largest)
+        return model
+
+    plain, model = build(), build()
+    expected = in_a_loop(plain, torch.optim.SGD(trained_of(plain), lr=0.1), None)
+    optimizer = torch.optim.SGD(trained_of(model), lr=0.1)
+    with hydra_ext.offload(model, optimizer, budget=BUDGET, checks=POISONED) as run:
+        found = in_a_loop(model, optimizer, run)
+        names = [name for block in run.layout.blocks for name, _ in block.parameters]
+        assert "0.up.weight" in names
+        assert not any("largest" in name or "beside" in name for name in names)
+    assert_same([*expected, *trained_of(plain)], [*found, *trained_of(model)])
+
+
 def test_a_weight_that_modules_share_moves_once() -> None:
     model = quantised("subclass")
     model[3].base.weight = model[1].base.weight

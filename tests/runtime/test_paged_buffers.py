@@ -47,6 +47,16 @@ class Replacing(Layer):
         return result
 
 
+class Adding(Layer):
+    """Makes a buffer in its first forward."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        result = super().forward(given)
+        if not hasattr(self, "late"):
+            self.register_buffer("late", result.detach().mean())
+        return result + self.late
+
+
 class Lending(nn.Module):
     """Reads the buffer of a module that it does not call."""
 
@@ -76,7 +86,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", [Layer, Writing, Replacing, Lending])
+@pytest.mark.parametrize("kind", [Layer, Writing, Replacing, Adding, Lending])
 def test_large_buffers_have_the_bits_of_plain_pytorch(
     kind: Callable[[], nn.Module], place: hydra_ext.SimulatedDevice
 ) -> None:

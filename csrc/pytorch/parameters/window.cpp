@@ -58,9 +58,11 @@ void Window::add(py::object host, py::object device) {
 
 void Window::watch(py::dict dictionary, std::string name) {
   Watched watched{std::move(dictionary), std::move(name), {}};
-  each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
-    watched.known.emplace_back(py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value));
-  });
+  if (!watched.name.empty()) {
+    each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
+      watched.known.emplace_back(py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value));
+    });
+  }
   watched_.push_back(std::move(watched));
 }
 
@@ -153,7 +155,7 @@ void Window::clear() {
 std::string Window::changes() {
   std::string text;
   for (Watched& watched : watched_) {
-    if (as_known(watched)) {
+    if (watched.name.empty() || as_known(watched)) {
       continue;
     }
     const std::string change = changes_of(watched);

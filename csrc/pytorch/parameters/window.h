@@ -35,8 +35,8 @@ class Window {
   /// Shows `device` in place of `host` while the window is open.
   void add(pybind11::object host, pybind11::object device);
   /// Watches a module's dictionary of parameters or of submodules, called `name` in messages. While the context lives,
-  /// it must not gain or lose entries, and no submodule may be replaced by one with unknown parameters. Called after
-  /// add() of all parameters.
+  /// it must not gain or lose entries, and no submodule may be replaced by one with unknown parameters. A dictionary
+  /// without a name may change. Called after add() of all parameters.
   void watch(pybind11::dict dictionary, std::string name);
 
   /// The depth of the calling thread, the sum over all threads, and whether the thread is inside a backward.

@@ -33,9 +33,9 @@ def can_dress(host: torch.Tensor) -> bool:
 
 
 def refuse_trained(composites: Sequence[Composite]) -> None:
-    """Raises ModelChanged if a composite has been unfrozen: its gradient would be lost."""
+    """Raises ModelChanged if a tensor subclass has been unfrozen: its gradient would be lost."""
     for composite in composites:
-        if composite.parameter.requires_grad:
+        if composite.parameter.requires_grad and "" not in composite.inner:
             raise ModelChanged(
                 f"the quantised parameter '{composite.name}' was frozen when the context was entered, and requires a "
                 "gradient now: leave it frozen"
