@@ -115,7 +115,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="are quantized"):
+    with pytest.raises(UnsupportedModel, match="are quantised"):
         hydra_ext.from_pretrained(tmp_path, LlamaForCausalLM)
 
 
