@@ -190,7 +190,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         tables = [replace(table, dtype=self._param_dtype, gradient_dtype=self._grad_dtype) for table in found]
         if self._host_limit is not None:
             tables = [table for table in tables if can_be_on_disk(table, self._host_optimizer)]
-        buffers = paged_buffers(self._model, self._budget, floating=self._param_dtype is None)
+        buffers = paged_buffers(self._model, self._budget)
         tensors = [inner for parameter in self._model.parameters() for inner in inner_tensors(parameter).values()]
         total = sum(_face_bytes(tensor, self._param_dtype) for tensor in (*tensors, *buffers.values()))
         total -= sum(_face_bytes(table.weight, self._param_dtype) for table in tables)

@@ -123,7 +123,7 @@ class CallState:
             apart=self._modules,
         )
         # Large buffers of packed numbers are taken for weights. A second call that finds others in them is refused.
-        own = (buffer for buffer in module.buffers() if buffer.is_floating_point() or not _C.is_face(buffer))
+        own = (buffer for buffer in module.buffers() if not _C.is_face(buffer))
         buffers = [(buffer, version_of(buffer), copied(buffer)) for buffer in own]
         known = {id(buffer) for buffer, _, _ in buffers}
         others = [

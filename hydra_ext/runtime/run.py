@@ -24,7 +24,7 @@ from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.averaging import IN_BACKWARD, IN_STEP, Averaging
 from hydra_ext.runtime.fit import Fit
 from hydra_ext.runtime.placement.devices import Place
-from hydra_ext.runtime.placement.faces import refuse_trained, show_faces
+from hydra_ext.runtime.placement.faces import refuse_changed, show_faces
 from hydra_ext.runtime.placement.homes import Homes
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.replicas import Replicas
@@ -524,8 +524,8 @@ class Run:
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the root's call inside a window."""
         looped = None if self.meter.inside or not torch.is_grad_enabled() else self.fit
+        refuse_changed(self.layout.composites)
         if torch.is_grad_enabled():
-            refuse_trained(self.layout.composites)
             self._checkpoint.step_begins()
             if looped is not None:
                 looped.forward_begins((args, kwargs))

@@ -4,15 +4,15 @@ A composite's *inner tensors* are packed numbers, scales and tables of codes. Th
 the packed bytes move. The device parameter is a composite of the same class around the inner tensors on the device.
 
 Two kinds of classes have inner tensors: tensor subclasses that torch can take apart (``__tensor_flatten__``), as
-torchao's, and parameters whose attributes lead to further tensors, as those of bitsandbytes. There the parameter itself
-is an inner tensor.
+torchao's, and parameters of integers whose attributes lead to further tensors, as those of bitsandbytes. There the
+parameter itself is an inner tensor. Other classes of parameters are plain ones, whose attributes both faces share.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -27,11 +27,21 @@ class Composite:
     Attributes:
         name: Its name in the model.
         inner: Its inner tensors by their paths, such as ``"scale"``; the path of the parameter itself is empty.
+        attributes: Its attributes, when this was made.
     """
 
     name: str
     parameter: nn.Parameter
     inner: Mapping[str, Tensor]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def has_changed(self) -> bool:
+        """Whether the parameter has other inner tensors, or other values of its attributes, than noted here."""
+        held = self.parameter.__dict__
+        if any(name not in held or held[name] is not value for name, value in self.attributes.items()):
+            return True
+        now = {} if self.parameter.requires_grad else inner_tensors(self.parameter)
+        return bool(now) and [*map(id, now.values())] != [*map(id, self.inner.values())]
 
     def around(self, others: Mapping[int, Tensor]) -> Tensor:
         """A parameter like this one around other inner tensors.
@@ -57,7 +67,11 @@ def composites_of(model: nn.Module) -> list[Composite]:
     for module in model.modules():
         _rejoin(module)
     found = ((name, parameter, inner_tensors(parameter)) for name, parameter in model.named_parameters())
-    return [Composite(name, parameter, inner) for name, parameter, inner in found if [*inner] != [""]]
+    return [
+        Composite(name, parameter, inner, dict(parameter.__dict__))
+        for name, parameter, inner in found
+        if [*inner] != [""]
+    ]
 
 
 def inner_tensors(parameter: Tensor) -> dict[str, Tensor]:
@@ -67,6 +81,8 @@ def inner_tensors(parameter: Tensor) -> dict[str, Tensor]:
     given: Any = parameter
     if is_traceable_wrapper_subclass(given):
         return _each_once(_flattened(given, ""))
+    if parameter.is_floating_point() or parameter.is_complex():
+        return {"": parameter}
     found = _each_once(_reached(parameter.__dict__, "", set()))
     inner = {path: tensor for path, tensor in found.items() if not _is_alias(tensor, parameter)}
     return {"": parameter, **inner}
@@ -75,8 +91,9 @@ def inner_tensors(parameter: Tensor) -> dict[str, Tensor]:
 def forget_device(model: nn.Module) -> None:
     """At the end of a context: what :func:`_rejoin` has undone was done again, with tensors of the context."""
     for module in model.modules():
-        state: Any = module.__dict__.get("state")
-        if type(module._parameters.get("weight")).__name__ == "Int8Params" and hasattr(state, "SCB"):
+        weight, state = module._parameters.get("weight"), module.__dict__.get("state")
+        # A weight that has none of its own was replaced inside: the state's are the only ones.
+        if type(weight).__name__ == "Int8Params" and getattr(weight, "SCB", None) is not None and state is not None:
             state.CB = state.SCB = None
 
 

@@ -228,3 +228,47 @@ def test_a_plan_counts_packed_bytes(kind: str) -> None:
     plan = hydra_ext.plan.fit(model, batches(0)[0], loss_of(model), budget=10 * BUDGET)
     packed_bytes = sum(tensor.nbytes for each in model.parameters() for tensor in inner_tensors(each).values())
     assert packed_bytes <= plan.host_bytes < 2 * packed_bytes
+
+
+def test_parameters_of_other_classes_share_their_attributes() -> None:
+    class Gained(nn.Parameter):
+        pass
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Gained(torch.randn(WIDTH, WIDTH), requires_grad=False)
+            self.weight.scale, self.weight.calls = torch.ones(WIDTH), 0
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, given: Tensor) -> Tensor:
+            self.weight.calls += 1
+            return self.up(given @ self.weight * self.weight.scale * self.weight.calls)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(4)))
+    with torch.no_grad(), hydra_ext.offload(model, budget=BUDGET):
+        model(batches(0)[0])
+        first = model(batches(0)[0])
+        for layer in model:
+            layer.weight.scale = 2 * layer.weight.scale
+            layer.weight.calls = 1
+        assert not torch.equal(first, model(batches(0)[0]))
+    assert [layer.weight.calls for layer in model] == [2, 2, 2, 2]
+
+
+def test_a_weight_that_is_given_other_tensors_inside_is_refused() -> None:
+    model = quantised("subclass")
+    with hydra_ext.offload(model, budget=BUDGET):
+        weight = model[2].base.weight
+        before, weight.scale = weight.scale, weight.scale * 3
+        with pytest.raises(ModelChanged, match=r"'2.base.weight' was given other tensors or attributes inside"):
+            model(batches(0)[0])
+        weight.scale, weight.added = before, 1
+        model(batches(0)[0])
+    model = quantised("attributes")
+    model[2].base.weight.bits = 4
+    with hydra_ext.offload(model, budget=BUDGET):
+        model[2].base.weight.bits = 8
+        with pytest.raises(ModelChanged, match=r"'2.base.weight' was given other tensors or attributes inside"):
+            model(batches(0)[0])

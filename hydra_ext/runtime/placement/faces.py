@@ -32,13 +32,18 @@ def can_dress(host: torch.Tensor) -> bool:
     return True
 
 
-def refuse_trained(composites: Sequence[Composite]) -> None:
-    """Raises ModelChanged if a tensor subclass has been unfrozen: its gradient would be lost."""
+def refuse_changed(composites: Sequence[Composite]) -> None:
+    """Raises ModelChanged if composites have other tensors or attributes than on entering, or would lose a gradient."""
     for composite in composites:
         if composite.parameter.requires_grad and "" not in composite.inner:
             raise ModelChanged(
                 f"the quantised parameter '{composite.name}' was frozen when the context was entered, and requires a "
                 "gradient now: leave it frozen"
+            )
+        if composite.has_changed():
+            raise ModelChanged(
+                f"the quantised parameter '{composite.name}' was given other tensors or attributes inside its offload "
+                "context: write into those that it has, or change it before the context"
             )
 
 

@@ -119,7 +119,9 @@ def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list
     lacking = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     if not lacking:
         return []
-    groups = in_groups(model, [[name for name, _ in block.parameters] for block in blocks], room=room)
+    groups = in_groups(
+        model, [[name for name, _ in block.parameters if name in lacking] for block in blocks], room=room
+    )
     grouped = {name for group in groups for name in group}
     others = [name for name in lacking if name not in grouped]  # without elements, or tables: they are in no block
     return [[*others, *groups[0]], *groups[1:]] if groups else []

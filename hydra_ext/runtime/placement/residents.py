@@ -10,7 +10,8 @@ would detach a paged weight from its storage. Inside the context this is disable
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -97,13 +98,11 @@ def buffer_bytes(model: nn.Module) -> int:
     return sum(part.nbytes for buffer in model.buffers() for part in _parts(buffer))
 
 
-def paged_buffers(model: nn.Module, budget: int, *, floating: bool) -> dict[str, torch.Tensor]:
+def paged_buffers(model: nn.Module, budget: int) -> dict[str, torch.Tensor]:
     """The buffers to page, by their names: the largest, until the others take a small part of the budget.
 
-    Only plain tensors in memory of their own are paged: nothing else could see that the device has newer numbers.
-
-    Args:
-        floating: Whether floating-point buffers may be among them.
+    Only integers in memory of their own are paged, such as packed weights. Kernels write floating-point statistics
+    without a sign that the core would see, and nothing else could see that the device has newer numbers.
     """
     left = buffer_bytes(model)
     found: dict[str, torch.Tensor] = {}
@@ -112,19 +111,19 @@ def paged_buffers(model: nn.Module, budget: int, *, floating: bool) -> dict[str,
     elsewhere = _attribute_memory(model)
     scripted = {id(b) for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for b in m.buffers()}
     dense = [(name, buffer) for name, buffer in model.named_buffers() if buffer.layout == torch.strided]
-    named = sorted(dense, key=lambda item: item[1].nbytes, reverse=True)
-    for name, buffer in named:
+    for name, buffer in sorted(dense, key=lambda item: item[1].nbytes, reverse=True):
         if left <= budget // _BUFFERS_PER_BUDGET or buffer.nbytes < _LEAST_PAGED:
             break
-        allowed = floating or not buffer.is_floating_point()
-        if allowed and id(buffer) not in scripted and _is_pageable(buffer) and _memory(buffer) not in elsewhere:
+        if id(buffer) not in scripted and _is_pageable(buffer) and _memory(buffer) not in elsewhere:
             found[name] = buffer
             left -= buffer.nbytes
     return found
 
 
 def _is_pageable(buffer: torch.Tensor) -> bool:
-    if buffer.requires_grad or buffer.is_inference() or not can_dress(buffer) or _C.why_not_pageable(buffer):
+    if buffer.is_floating_point() or buffer.is_complex() or buffer.is_inference():
+        return False
+    if not can_dress(buffer) or _C.why_not_pageable(buffer):
         return False
     storage = buffer.untyped_storage()
     # The Python object of the storage is one of its two owners.
@@ -136,10 +135,23 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _attribute_memory(model: nn.Module) -> set[int]:
-    """The memory of tensors that modules have as plain attributes."""
-    values = [value for module in model.modules() for value in module.__dict__.values()]
-    tensors = [inner for each in values if isinstance(each, torch.Tensor) for inner in inner_tensors(each).values()]
-    return {_memory(each) for each in tensors if not _C.why_not_pageable(each)}
+    """The memory of tensors that attributes of modules lead to, through containers and objects."""
+    rest = [v for m in model.modules() for name, v in m.__dict__.items() if name not in ("_parameters", "_buffers")]
+    found, seen = set(), set()
+    while rest:
+        value = rest.pop()
+        if id(value) in seen or isinstance(value, (nn.Module, type, FunctionType, ModuleType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found |= {_memory(each) for each in inner_tensors(value).values() if not _C.why_not_pageable(each)}
+        elif isinstance(value, Mapping):
+            rest += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            rest += value
+        elif hasattr(value, "__dict__"):
+            rest += vars(value).values()
+    return found
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
