@@ -43,7 +43,7 @@ def get_peft_model(model: nn.Module, config: Any, *args: Any, **kwargs: Any) -> 
     except (NotImplementedError, RuntimeError) as error:
         if not lacks_weights:
             raise
-        raise UnsupportedModel(_FROM_WEIGHTS.format(type(config).__name__)) from error
+        raise UnsupportedModel(f"{_FROM_WEIGHTS.format(type(config).__name__)}; peft says: {error}") from error
     for module in around.modules():
         if isinstance(module, ModulesToSaveWrapper):
             _fill_copies(module)

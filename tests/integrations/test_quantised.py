@@ -142,6 +142,27 @@ def test_a_base_of_8_bits_works_before_and_after_the_context(base: Path) -> None
         assert_same([expected] * 3, [inside, model(input_ids=ids).logits, copied(input_ids=ids).logits])
 
 
+@pytest.mark.parametrize("unmerges", [False, True])
+def test_a_base_of_8_bits_keeps_its_scales_when_adapters_are_merged_inside(unmerges: bool, base: Path) -> None:
+    """Merging replaces the weight, whose first forward moves the scales to the module."""
+    ids = torch.arange(16)[None]
+
+    def merged(model: Any) -> list[torch.Tensor]:
+        model.merge_adapter()
+        found = [model(input_ids=ids).logits]
+        if unmerges:
+            model.unmerge_adapter()
+            found.append(model(input_ids=ids).logits)
+        return found
+
+    plain, model = (adapted(base, "bitsandbytes int8").eval() for _ in range(2))
+    with torch.no_grad():
+        expected = [*merged(plain), plain(input_ids=ids).logits]
+        with hydra_ext.offload(model, budget=OF_INT8, checks=POISONED):
+            found = merged(model)
+        assert_same(expected, [*found, model(input_ids=ids).logits])
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_quantised_base_is_saved_and_loaded(kind: str, base: Path, tmp_path: Path) -> None:
     model = adapted(base, kind)
